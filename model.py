@@ -1,0 +1,448 @@
+"""
+GPT, twice: arch="gpt2" is GPT-2 to the letter, arch="llama" is what came after it.
+
+    gpt2   LayerNorm with bias, learned positions, tanh GELU, biases, head tied to the embedding.
+           Radford et al. 2019; equals transformers' GPT2LMHeadModel and takes OpenAI's weights.
+    llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head.
+           Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM.
+
+Shape letters, in this file:
+    B batch, T positions in this call, S positions in the cache, C = n_embd, V = vocab_size
+    nh = n_head, nkv = n_kv_head, hd = head_dim = C / nh, N = B * T
+"""
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+IGNORE = -1  # a target with this value is not trained on
+LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 1024 * 50304 float32 are 206 MB
+
+
+@dataclass
+class GPTConfig:
+    arch: str = "gpt2"  # gpt2 | llama
+    attention: str = "mha"  # mha
+    max_seq_len: int = 1024
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128: faster matmuls, room for chat tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_kv_head: Optional[int] = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
+    qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
+    intermediate_size: Optional[int] = None  # width of the MLP; None: 4 C, llama: 8/3 C up to a multiple of 64
+    rope_theta: float = 10000.0  # llama: base of the rotary frequencies
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        """Fills in what is None and refuses what cannot be built (ValueError naming the setting)."""
+        def refuse_unless(ok, message):
+            if not ok:
+                raise ValueError(message)
+        refuse_unless(self.arch in ("gpt2", "llama"), f"arch={self.arch!r}: expected 'gpt2' or 'llama'")
+        refuse_unless(self.attention in ATTENTION[self.arch],
+                      f"attention={self.attention!r}: arch={self.arch!r} has {', '.join(ATTENTION[self.arch])}")
+        for name in ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "intermediate_size"):
+            value = getattr(self, name)
+            refuse_unless(value is None or value >= 1, f"{name}={value}: expected at least 1")
+        refuse_unless(self.n_embd % self.n_head == 0, f"n_embd={self.n_embd}: expected a multiple of "
+                      f"n_head={self.n_head}, e.g. {max(1, self.n_embd // self.n_head) * self.n_head}")
+        refuse_unless(0 <= self.dropout < 1, f"dropout={self.dropout}: expected a number from 0 to below 1")
+        if self.arch == "gpt2":
+            for name, value, default in (("n_kv_head", self.n_kv_head, self.n_head), ("qk_norm", self.qk_norm, False)):
+                refuse_unless(value in (None, default), f"{name}={value}: arch='gpt2' has no such thing, arch='llama' has")
+        else:
+            refuse_unless((self.n_embd // self.n_head) % 2 == 0, f"n_head={self.n_head}: rotary positions need an even "
+                          f"n_embd / n_head, got {self.n_embd // self.n_head}")
+            refuse_unless(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive number")
+        self.n_kv_head = self.n_kv_head or self.n_head
+        refuse_unless(self.n_head % self.n_kv_head == 0,
+                      f"n_kv_head={self.n_kv_head}: expected a divisor of n_head={self.n_head}")
+        if self.intermediate_size is None:
+            # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
+            self.intermediate_size = 4 * self.n_embd if self.arch == "gpt2" else 64 * math.ceil(self.n_embd / 24)
+
+
+# ---------------------------------------------------------------------------------------------------
+# attention: one class per variant; each says how it projects, and which tensors its cache keeps
+
+def attend(q, k, v, mask, dropout):
+    """
+    Softmax attention. q (B, T, nh, hd), k and v (B, S, nkv, hd) -> (B, T, nh * hd).
+    mask: (B, 1, T, S) boolean, True where a query may look; None: causal, and S = T.
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                                       enable_gqa=q.size(1) != k.size(1))
+    return y.transpose(1, 2).flatten(2)
+
+
+def write_cache(cache, positions, *new):
+    """Writes each of `new` (B, T, ...) into its cache tensor (B, S, ...) at `positions` (B, T); returns the cache."""
+    row = torch.arange(positions.size(0), device=positions.device)[:, None]
+    for old, values in zip(cache, new):
+        old[row, positions] = values.to(old.dtype)
+    return cache
+
+
+class GPT2Attention(nn.Module):
+    """Multi-head attention as GPT-2 has it: queries, keys and values from one matrix, with biases."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def new_cache(self, batch, length, **like):
+        hd = self.c_proj.in_features // self.n_head
+        return [torch.zeros(batch, length, self.n_head, hd, **like) for _ in "kv"]
+
+    def forward(self, x, rope, positions, mask, cache):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        if cache is not None:
+            k, v = write_cache(cache, positions, k, v)
+        return self.c_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions, and optionally Qwen3's norms."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.dropout = config.n_head, config.n_kv_head, config.dropout
+        self.head_dim = hd = config.n_embd // config.n_head
+        self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=False)
+        self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
+        self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
+        self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
+        self.q_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
+
+    def new_cache(self, batch, length, **like):
+        return [torch.zeros(batch, length, self.n_kv_head, self.head_dim, **like) for _ in "kv"]
+
+    def forward(self, x, rope, positions, mask, cache):
+        B, T, C = x.shape
+        q = self.q_proj(x).view(B, T, self.n_head, self.head_dim)
+        k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim)
+        v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
+        q, k = (rotate(norm(h.float()), rope).type_as(v) for norm, h in ((self.q_norm, q), (self.k_norm, k)))
+        if cache is not None:
+            k, v = write_cache(cache, positions, k, v)
+        return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+
+
+def rope_table(length, dim, theta):
+    """Angles of rotary positions (Su et al. 2021, section 3.2.2): (length, dim / 2) float32, in radians."""
+    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+
+
+def rotate(x, rope):
+    """
+    Turns the pairs (x[i], x[i + hd/2]) of each head by their position's angles. x (B, T, heads, hd) float32.
+    rope: (cos, sin), each (B or 1, T, 1, hd / 2). Pairing halves instead of neighbours is how the weights
+    of Llama and Qwen are stored on the hub; it permutes the columns of q_proj and k_proj, nothing else.
+    """
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+ATTENTION = {"gpt2": {"mha": GPT2Attention}, "llama": {"mha": LlamaAttention}}
+
+
+# ---------------------------------------------------------------------------------------------------
+# the rest of a block
+
+class GPT2MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.intermediate_size)
+        self.c_proj = nn.Linear(config.intermediate_size, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def new_norm(config):
+    return nn.LayerNorm(config.n_embd, eps=1e-5) if config.arch == "gpt2" else nn.RMSNorm(config.n_embd, eps=1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = new_norm(config)
+        self.attn = ATTENTION[config.arch][config.attention](config)
+        self.ln_2 = new_norm(config)
+        self.mlp = GPT2MLP(config) if config.arch == "gpt2" else LlamaMLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope, positions=None, mask=None, cache=None):
+        x = x + self.drop(self.attn(self.ln_1(x), rope, positions, mask, cache))
+        x = x + self.drop(self.mlp(self.ln_2(x)))
+        return x
+
+
+# ---------------------------------------------------------------------------------------------------
+# the loss without the logits
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """
+    The summed cross entropy of x @ weight.T against targets, LOSS_CHUNK rows at a time: the full (N, V)
+    logits, most of a small model's memory, never exist. The gradient of softmax cross entropy,
+    softmax(logits) - onehot(target), needs the logits and nothing from later layers, so it is formed while
+    they are at hand instead of recomputing them in backward. It is that of the *sum*: dividing by the number
+    of targets here would underflow in float16; backward scales it by whatever the caller divided by.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets):
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        weight_x = weight.to(x.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for i in range(0, x.size(0), LOSS_CHUNK):
+            xc, tc = x[i:i + LOSS_CHUNK], targets[i:i + LOSS_CHUNK, None]  # (chunk, C), (chunk, 1)
+            logits = (xc @ weight_x.t()).float()  # (chunk, V)
+            lse = logits.logsumexp(-1, keepdim=True)
+            valid = tc != IGNORE
+            loss += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
+            onehot = torch.arange(logits.size(-1), device=x.device) == tc  # fused away when compiled
+            dlogits = (((logits - lse).exp() - onehot.float()) * valid).to(x.dtype)
+            dx[i:i + LOSS_CHUNK] = dlogits @ weight_x
+            dweight += dlogits.t() @ xc
+        ctx.save_for_backward(dx, dweight.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        dx, dweight = ctx.saved_tensors
+        return (dx * grad_loss).to(dx.dtype), (dweight * grad_loss).to(dweight.dtype), None
+
+
+def linear_cross_entropy(x, weight, targets):
+    """
+    Sum of the cross entropies, in nats, of x @ weight.T against targets, over targets that are not IGNORE.
+    x (N, C), weight (V, C), targets (N,) int64 -> scalar float32. Under autocast the products are in its dtype,
+    their logits, loss and the sum of the weight's gradient in float32.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if torch.is_grad_enabled():
+        return LinearCrossEntropy.apply(x, weight, targets)
+    loss, weight = 0.0, weight.to(x.dtype)
+    for xc, tc in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK)):
+        loss = loss + F.cross_entropy((xc @ weight.t()).float(), tc, ignore_index=IGNORE, reduction="sum")
+    return loss
+
+
+# ---------------------------------------------------------------------------------------------------
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        """config: GPTConfig. Weights are drawn from torch's global generator: seed it first."""
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=nn.Embedding(config.vocab_size, config.n_embd),
+            drop=nn.Dropout(config.dropout),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            ln_f=new_norm(config),
+        ))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.arch == "gpt2":
+            self.transformer["wpe"] = nn.Embedding(config.max_seq_len, config.n_embd)
+            self.lm_head.weight = self.transformer.wte.weight
+        else:
+            table = rope_table(config.max_seq_len, config.n_embd // config.n_head, config.rope_theta)
+            self.register_buffer("rope_cos", table.cos(), persistent=False)  # (max_seq_len, hd / 2)
+            self.register_buffer("rope_sin", table.sin(), persistent=False)
+        self.init_weights()
+
+    def init_weights(self):
+        """
+        gpt2: N(0, 0.02), the projections into the residual stream divided by sqrt(2 * n_layer) so that its
+        variance does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as
+        in OpenAI's code. llama: the papers do not say; the same 0.02 (transformers' initializer_range) and
+        the same scaled projections.
+        """
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() == 1:  # the weights of norms
+                nn.init.ones_(p)
+            elif name.endswith("wpe.weight"):
+                nn.init.normal_(p, std=0.01)
+            elif name.endswith(("c_proj.weight", "o_proj.weight", "down_proj.weight")):
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            else:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, idx, targets=None, positions=None, cache=None):
+        """
+        idx: (B, T) int64 token ids, T <= max_seq_len.
+        targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the
+        caller divides by the targets of its whole step, however many calls and ranks that takes.
+        No targets -> logits (B, T, V).
+        positions: (B, T) int64, where each token stands; None: 0 .. T - 1.
+        cache: from new_cache; keys and values are written there at `positions`, and each query sees what the
+        cache holds at or before its own position. Needs positions.
+        """
+        T = idx.size(1)
+        if T > self.config.max_seq_len:
+            raise ValueError(f"{T} tokens: expected at most max_seq_len={self.config.max_seq_len}")
+        x = self.transformer.wte(idx)  # (B, T, C)
+        rope = None
+        if self.config.arch == "gpt2":
+            x = x + (self.transformer.wpe.weight[:T] if positions is None else self.transformer.wpe(positions))
+        else:
+            where = slice(T) if positions is None else positions
+            rope = [table[where].view(-1, T, 1, table.size(1)) for table in (self.rope_cos, self.rope_sin)]
+        mask = None
+        if cache is not None:
+            S = cache[0][0].size(1)
+            mask = (torch.arange(S, device=idx.device) <= positions[..., None])[:, None]  # (B, 1, T, S)
+
+        x = self.transformer.drop(x)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, rope, positions, mask, None if cache is None else cache[i])
+        x = self.transformer.ln_f(x)
+
+        if targets is None:
+            return self.lm_head(x)
+        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+    def new_cache(self, batch, length, dtype=torch.float32):
+        """An empty cache for `batch` rows of up to `length` positions: per layer, the tensors its attention keeps."""
+        like = dict(dtype=dtype, device=self.lm_head.weight.device)
+        return [block.attn.new_cache(batch, length, **like) for block in self.transformer.h]
+
+    def matmul_params(self):
+        """Number of weights that each token is multiplied by: all but looked-up tables (a tied one is the head)."""
+        looked_up = {"transformer.wpe.weight"} | ({"transformer.wte.weight"} if self.config.arch == "llama" else set())
+        return sum(p.numel() for name, p in self.named_parameters() if name not in looked_up)
+
+    def flops_per_token(self):
+        """Training FLOPs a token: 6 per weight plus 12 n_layer T C for attention (Chowdhery et al. 2022, appendix B)."""
+        c = self.config
+        return 6 * self.matmul_params() + 12 * c.n_layer * c.max_seq_len * c.n_embd
+
+    @torch.no_grad()
+    def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(),
+                 seed=None, n_vocab=None):
+        """
+        Continues a batch of prompts from a KV cache; yields, for each new position, a list of B ids, with None
+        for rows that have stopped.
+
+        prompts: list of B non-empty lists of ids, of any lengths. No row's logits depend on the others.
+        temperature 0 is greedy. top_k (0: off), top_p (Holtzman et al. 2020; 1: off) and min_p (Nguyen et al.
+        2024; 0: off) are applied in this order, as in transformers. A row ends after one of stop_ids, which is
+        yielded. n_vocab: ids from here on, the padding of the vocabulary, are never sampled.
+        A row that fills max_seq_len goes on from its last part, max_seq_len - (tokens still wanted) but at
+        least half of it: all positions change then, so the cache is filled anew.
+        """
+        device, max_len = self.lm_head.weight.device, self.config.max_seq_len
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        rows = [list(prompt) for prompt in prompts]
+        running = [True] * len(rows)
+        cache = None
+        was_training = self.training
+        self.eval()
+        try:
+            for done in range(max_new_tokens):
+                if cache is None or max(map(len, rows)) > max_len:  # fill the cache with all but what is new
+                    keep = max(max_len - (max_new_tokens - done) + 1, max_len // 2, 1)
+                    rows = [row if len(row) <= max_len else row[-keep:] for row in rows]
+                    width = max(map(len, rows))
+                    # what pads a short prompt is cached too, and overwritten before any query looks that far
+                    idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+                    positions = torch.arange(width, device=device).expand_as(idx)
+                    cache = self.new_cache(len(rows), min(width + max_new_tokens - done, max_len), self.cache_dtype())
+                    logits = self(idx, positions=positions, cache=cache)[range(len(rows)), [len(row) - 1 for row in rows]]
+                else:
+                    idx = torch.tensor([[row[-1]] for row in rows], device=device)
+                    positions = torch.tensor([[len(row) - 1] for row in rows], device=device)
+                    logits = self(idx, positions=positions, cache=cache)[:, -1]
+                new = sample_logits(logits.float(), temperature, top_k, top_p, min_p, generator, n_vocab).tolist()
+                yield [token if on else None for token, on in zip(new, running)]
+                running = [on and token not in stop_ids for token, on in zip(new, running)]
+                if not any(running):
+                    return
+                for row, token, on in zip(rows, new, running):
+                    if on:
+                        row.append(token)
+        finally:  # also when the caller stops listening
+            self.train(was_training)
+
+    def cache_dtype(self):
+        device = self.lm_head.weight.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.lm_head.weight.dtype
+
+
+def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, generator=None, n_vocab=None):
+    """One id per row of logits (B, V) float32; see GPT.generate for the settings -> (B,) int64."""
+    if n_vocab is not None:
+        logits = logits[:, :n_vocab]
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the likelier ids
+        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p), -math.inf)
+    probs = logits.softmax(-1)
+    if min_p > 0:
+        probs = probs.masked_fill(probs < min_p * probs.max(-1, keepdim=True).values, 0.0)
+    return torch.multinomial(probs, 1, generator=generator).squeeze(1)  # multinomial normalises
+
+
+# ---------------------------------------------------------------------------------------------------
+# our parameters' names in Hugging Face's vocabulary
+
+HF_NAMES = {
+    "gpt2": [],  # GPT-2's names are used as they are; its Conv1D weights lie transposed
+    "llama": [("transformer.wte.", "model.embed_tokens."), ("transformer.h.", "model.layers."),
+              ("transformer.ln_f.", "model.norm."), (".ln_1.", ".input_layernorm."),
+              (".ln_2.", ".post_attention_layernorm."), (".attn.", ".self_attn.")],
+}
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def to_hf(state_dict, arch):
+    """Our state dict under Hugging Face's names and in its layout, for GPT2LMHeadModel, Llama- or Qwen3ForCausalLM."""
+    return _rename(state_dict, arch, [(ours, theirs) for ours, theirs in HF_NAMES[arch]])
+
+
+def from_hf(state_dict, arch):
+    """The reverse of to_hf."""
+    return _rename(state_dict, arch, [(theirs, ours) for ours, theirs in HF_NAMES[arch]])
+
+
+def _rename(state_dict, arch, table):
+    renamed = {}
+    for name, tensor in state_dict.items():
+        for old, new in table:
+            name = name.replace(old, new)
+        renamed[name] = tensor.t() if arch == "gpt2" and name.endswith(CONV1D) else tensor
+    return renamed

@@ -1,0 +1,446 @@
+"""
+Text -> token shards. A Hugging Face data set (streamed), local files, or the text Python brings along:
+
+    python prepare_data.py --max_tokens=1000000000                   # FineWeb-Edu, its first billion tokens
+    python prepare_data.py --files='dir/*.parquet' --data_dir=data/mine   # also .jsonl, .jsonl.gz, .txt ...
+    python prepare_data.py --dataset=python                          # the standard library; nothing is downloaded
+
+Documents become one stream of tokens, <|endoftext|> before each, cut into shards of a fixed size; the first
+is for validation. Memory stays bounded whatever the size of the source. Stop it at any moment and start it
+again: it goes on behind the last whole shard and ends with the same bytes, for any number of processes.
+
+This file owns what a shard is and what a tokenizer is; the trainers import both from here.
+"""
+import functools
+import glob
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Literal, Optional
+
+import numpy as np
+import tiktoken
+
+from configurator import configure, fail
+
+# ---------------------------------------------------------------------------------------------------
+# tokenizers: tiktoken's interface for all of them
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@functools.cache
+def get_tokenizer(name):
+    """
+    The tiktoken.Encoding called `name`: gpt2, or bytes (256 ids for the bytes, nothing to download). tiktoken
+    fetches gpt2's vocabulary (1.5 MB) at first use; it is kept in data/tiktoken beside this file, for nodes
+    without a network, unless TIKTOKEN_CACHE_DIR names another folder.
+    """
+    if name == "bytes":
+        return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
+                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+    if name != "gpt2":
+        fail(f"tokenizer={name!r}: expected 'gpt2' or 'bytes'")
+    if "DATA_GYM_CACHE_DIR" not in os.environ:
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data" / "tiktoken"))
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # whatever the network raises
+        fail(f"tokenizer='gpt2': its vocabulary could not be fetched ({type(error).__name__}) and is not in "
+             f"{os.environ.get('TIKTOKEN_CACHE_DIR')}; point TIKTOKEN_CACHE_DIR to a folder that has it, or "
+             f"prepare the data with --tokenizer=bytes, which needs none")
+
+
+def padded_vocab_size(tokenizer):
+    """The model's vocabulary: the tokenizer's ids and four chat tokens, up to a multiple of 128 (gpt2: 50304, bytes: 384)."""
+    return -(-(tokenizer.n_vocab + 4) // 128) * 128
+
+
+def token_bytes(tokenizer):
+    """How many bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
+    sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
+    special = {tokenizer.encode_single_token(token) for token in tokenizer.special_tokens_set}
+    for i in range(tokenizer.n_vocab):
+        sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------------
+# shards: 256 int32 (magic, version, number of tokens, zeros), then uint16 tokens: the layout of llm.c and
+# modded-nanogpt, whose ready-made FineWeb shards train here, and ours there
+
+HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+
+
+def shard_header(n_tokens):
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = MAGIC, VERSION, n_tokens
+    return header.tobytes()
+
+
+def read_shard(path):
+    """The tokens of a shard, memory-mapped: (n,) uint16. A file that is no whole shard is named and refused."""
+    size = os.path.getsize(path)
+    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    if len(header) < HEADER_INTS or header[0] != MAGIC:
+        fail(f"{path}: not a token shard ({size} bytes, no magic number {MAGIC} at its start); remove it or run "
+             f"prepare_data.py again")
+    if header[1] != VERSION:
+        fail(f"{path}: shard version {header[1]}, expected {VERSION}")
+    expected = 4 * HEADER_INTS + 2 * int(header[2])
+    if size != expected or header[2] < 1:
+        fail(f"{path}: damaged shard: its header says {header[2]} tokens, {expected} bytes, but it has {size} bytes; "
+             f"run prepare_data.py again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(int(header[2]),))
+
+
+def read_meta(data_dir):
+    """meta.json of a folder of shards; where there is none, the shards are gpt2's, as the field's ready-made ones are."""
+    path = Path(data_dir) / "meta.json"
+    if not path.exists():
+        return {"tokenizer": "gpt2", "vocab_size": 50304}
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer, vocab_size = str(meta["tokenizer"]), int(meta["vocab_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        fail(f"{path}: cannot be read ({type(error).__name__}: {error}); run prepare_data.py again")
+    return {**meta, "tokenizer": tokenizer, "vocab_size": vocab_size}
+
+
+class Windows:
+    """
+    The shards of one split as fixed windows of max_seq_len inputs and their targets. Window i of a shard is
+    tokens [i T, (i + 1) T], so every token but a shard's first is a target once; the rest of a shard, shorter
+    than a window, is left out and counted in `tail`.
+    """
+
+    def __init__(self, data_dir, split, max_seq_len):
+        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_*.bin")))
+        if not paths:
+            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them with "
+                 f"python prepare_data.py --data_dir={data_dir} (--help shows from which sources)")
+        self.max_seq_len = max_seq_len
+        self.shards = [read_shard(path) for path in paths]
+        per_shard = [(len(shard) - 1) // max_seq_len for shard in self.shards]
+        self.ends = np.cumsum(per_shard)  # windows up to and with each shard
+        self.tokens = sum(len(shard) for shard in self.shards)
+        self.tail = self.tokens - len(self) * max_seq_len
+        if len(self) == 0:
+            fail(f"max_seq_len={max_seq_len}: longer than every {split} shard in {data_dir} (the longest has "
+                 f"{max(map(len, self.shards))} tokens); lower it or prepare more data")
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def __getitem__(self, indices):
+        """indices: (B,) -> x, y (B, max_seq_len) int64: tokens and the token after each."""
+        T, rows = self.max_seq_len, []
+        for i in indices:
+            shard = int(np.searchsorted(self.ends, i, side="right"))
+            start = (int(i) - (int(self.ends[shard - 1]) if shard else 0)) * T
+            rows.append(self.shards[shard][start:start + T + 1])
+        rows = np.stack(rows).astype(np.int64)
+        return rows[:, :-1], rows[:, 1:]
+
+
+@functools.lru_cache(maxsize=2)  # a step may reach into the next epoch
+def epoch_order(n, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(n).astype(np.int64 if n > 2 ** 31 else np.int32)
+
+
+def rows_to_windows(rows, n, seed):
+    """
+    Which of n windows each row of a run is: row g is window perm(seed, epoch = g // n)[g % n]. A function of
+    the row's number alone, so that `rows_seen` is all a resumed run has to know.
+    """
+    return np.array([epoch_order(n, seed, int(g) // n)[int(g) % n] for g in rows])
+
+
+# ---------------------------------------------------------------------------------------------------
+# sources: each yields (state, documents) in a fixed order; given a state back, it goes on from there
+
+FILE_KINDS = {"parquet": "parquet", "jsonl": "json", "json": "json", "txt": "text"}  # suffix -> reader in `datasets`
+
+
+def dataset_batches(data, column, state):
+    """A streamed `datasets` data set, 64 documents at a time."""
+    if data.column_names and column not in data.column_names:
+        fail(f"--text_column={column}: no such column; the source has {', '.join(data.column_names)}")
+    data = data.select_columns([column])
+    try:
+        if state is not None:
+            data.load_state_dict(state)
+        batches = iter(data.iter(batch_size=64))
+        while True:
+            state = data.state_dict()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield state, batch[column]
+    except Exception as error:  # the library raises what its readers, the file system and the network raise
+        cause = error.__cause__ or error
+        fail(f"the source could not be read on: {type(cause).__name__}: {cause}; what is written stays, and the same "
+             f"command goes on from there")
+
+
+def python_batches(state):
+    """
+    Python's own standard library, file by file, in an order that mixes its packages (by the hash of each name).
+    Its tests are left out, and tables that are data in disguise.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+    paths = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+    paths.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
+    for i in range(state or 0, len(paths), 16):
+        yield i, [path.read_text(encoding="utf-8", errors="replace") for path in paths[i:i + 16]]
+
+
+def parquet_text_bytes(paths, column):
+    """Bytes of text in parquet files, from their footers: what the column takes before compression."""
+    import pyarrow.parquet as pq  # comes with datasets
+    total = 0
+    for path in paths:
+        footer = pq.read_metadata(path)
+        for group in range(footer.num_row_groups):
+            columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)]
+            total += sum(c.total_uncompressed_size for c in columns if c.path_in_schema == column)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------
+# the work: documents -> tokens in worker processes, tokens -> shards in this one
+
+def tokenize(name, documents):
+    """
+    In a worker. -> tokens (n,) uint16, <|endoftext|> before each document; where each document starts in
+    them; how many were empty (or no text at all) and left out. Text that spells a special token is text.
+    """
+    tokenizer = get_tokenizer(name)
+    pieces, starts, empty, length = [], [], 0, 0
+    for text in documents:
+        if not isinstance(text, str) or not text:
+            empty += 1
+            continue
+        ids = tokenizer.encode_to_numpy(text, disallowed_special=())  # encode_ordinary, without the list
+        starts.append(length)
+        length += 1 + len(ids)
+        pieces += [np.array([tokenizer.eot_token], dtype="<u2"), ids.astype("<u2")]
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype="<u2")
+    return tokens, np.array(starts, dtype=np.int64), empty
+
+
+def shard_name(index, shard_size, val_tokens):
+    """The file name and length in tokens of shard `index`: first those of val, then those of train."""
+    n_val = -(-val_tokens // shard_size)
+    if index < n_val:
+        return f"val_{index:06d}.bin", min(shard_size, val_tokens - index * shard_size)
+    return f"train_{index - n_val:06d}.bin", shard_size
+
+
+def write_atomically(path, *pieces):
+    """Bytes or arrays to a file that is there whole or not at all."""
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as f:
+        f.writelines(pieces)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def write_shards(batches, progress, data_dir, max_tokens, num_proc, bar):
+    """
+    Tokenizes `batches` of (state, documents) in num_proc processes and writes them as shards. After each whole
+    shard progress.json says where the source stood and what has been counted; that is where the next start
+    goes on. At most 4 * num_proc batches are under way. -> the final counts.
+    """
+    recipe, counts, skip = progress["recipe"], dict(progress["counts"]), progress["skip"]
+    sizes = token_bytes(get_tokenizer(recipe["tokenizer"]))
+    shard, filled = [], 0  # pieces of the shard being filled, and their tokens
+    pending = deque()
+
+    def write_shard(name):
+        write_atomically(f"{data_dir}/{name}", shard_header(filled), *shard)
+        counts["shards"] += 1
+
+    def take_batch():
+        nonlocal shard, filled, skip
+        state, job = pending.popleft()
+        tokens, starts, empty = job.result()
+        position, skip = skip, 0  # the first `skip` tokens lie in shards that an earlier start wrote
+        counts["empty"] += empty if position == 0 else 0
+        while position < len(tokens) and counts["tokens"] < max_tokens:
+            name, capacity = shard_name(counts["shards"], recipe["shard_size"], recipe["val_tokens"])
+            piece = tokens[position:position + min(capacity - filled, max_tokens - counts["tokens"])]
+            counts["documents"] += int(((starts >= position) & (starts < position + len(piece))).sum())
+            counts["tokens"] += len(piece)
+            counts["bytes"] += int(sizes[piece].sum())
+            bar.update(len(piece))
+            shard.append(piece)
+            filled += len(piece)
+            position += len(piece)
+            if filled == capacity:
+                write_shard(name)
+                shard, filled = [], 0
+                progress.update(state=state, skip=position, counts=counts)
+                write_atomically(f"{data_dir}/progress.json", json.dumps(progress, indent=1).encode())
+
+    with ProcessPoolExecutor(num_proc, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            for state, documents in batches:
+                pending.append((state, pool.submit(tokenize, recipe["tokenizer"], documents)))
+                if len(pending) >= 4 * num_proc:
+                    take_batch()
+                if counts["tokens"] >= max_tokens:
+                    break
+            while pending:
+                take_batch()
+        except BrokenProcessPool:
+            fail("a tokenizer process died (out of memory?): start again with a lower --num_proc; what is written stays")
+    if filled:  # the last shard is as long as what is left, and not in progress.json: more may follow
+        write_shard(shard_name(counts["shards"], recipe["shard_size"], recipe["val_tokens"])[0])
+    return counts
+
+
+if __name__ == "__main__":
+    dataset: str = "HuggingFaceFW/fineweb-edu"  # on the Hugging Face hub; or python: the standard library
+    dataset_config: Optional[str] = None  # its configuration; None: sample-10BT for FineWeb-Edu, else its default
+    dataset_split: str = "train"  # the split of the data set to read
+    files: Optional[str] = None  # local files instead: paths or globs, separated by commas
+    text_column: str = "text"  # the column, or key, that holds a document
+    data_dir: Optional[str] = None  # where the shards go; None: data/NAME
+    tokenizer: Optional[Literal["gpt2", "bytes"]] = None  # None: gpt2, but bytes for --dataset=python
+    max_tokens: Optional[int] = None  # stop after this many, validation included; None: all
+    val_tokens: int = 2 ** 20  # the first tokens are for validation, as many however much is prepared
+    shard_size: int = 100_000_000  # tokens a shard, 2 bytes each
+    num_proc: Optional[int] = None  # tokenizer processes; None: one a core
+    config, given = configure(globals())
+
+    # what was asked for
+    if files and "dataset" in given:
+        fail(f"--files={files} and --dataset={dataset}: give one of them")
+    for name in ("max_tokens", "val_tokens", "shard_size", "num_proc"):
+        if config[name] is not None and config[name] < 1:
+            fail(f"--{name}={config[name]}: expected at least 1")
+    if max_tokens is not None and max_tokens <= val_tokens:
+        fail(f"--max_tokens={max_tokens}: the first --val_tokens={val_tokens} are for validation, so none would be left "
+             f"to train on; raise the one or lower the other")
+    from_python = dataset == "python" and not files
+    tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
+    get_tokenizer(tokenizer)  # fetched once, before the workers want it
+    num_proc = num_proc or os.cpu_count()
+    dataset_config = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
+
+    # the source, and the recipe that a second start must share
+    if files:
+        paths = sorted({path for pattern in files.split(",") for path in glob.glob(pattern.strip(), recursive=True)})
+        if not paths:
+            fail(f"--files={files}: no such file")
+        kinds = {next((FILE_KINDS[s] for s in path.lower().split(".")[:0:-1] if s in FILE_KINDS), path) for path in paths}
+        if len(kinds) > 1 or not kinds <= set(FILE_KINDS.values()):
+            fail(f"--files: expected files of one kind, .{', .'.join(FILE_KINDS)}, also with .gz or .zst behind; "
+                 f"got {', '.join(sorted(kinds))}")
+        source = {"files": [[path, os.path.getsize(path)] for path in paths]}
+        data_dir = data_dir or "data/files"
+    elif from_python:
+        source = {"dataset": "python", "version": sys.version.split()[0]}
+        data_dir = data_dir or "data/python"
+    else:
+        source = {"dataset": dataset, "config": dataset_config, "split": dataset_split}
+        data_dir = data_dir or f"data/{dataset.split('/')[-1]}"
+    recipe = {"source": source, "text_column": text_column, "tokenizer": tokenizer, "val_tokens": val_tokens,
+              "shard_size": shard_size}
+
+    # where an earlier start stopped
+    wanted = max_tokens or sys.maxsize
+    progress = {"recipe": recipe, "state": None, "skip": 0,
+                "counts": {"shards": 0, "documents": 0, "tokens": 0, "bytes": 0, "empty": 0}}
+    try:
+        os.makedirs(data_dir, exist_ok=True)
+        if os.path.exists(f"{data_dir}/progress.json"):
+            earlier = json.load(open(f"{data_dir}/progress.json", encoding="utf-8"))
+            differs = [key for key in recipe if earlier["recipe"].get(key) != recipe[key]]
+            if differs:
+                fail(f"--data_dir={data_dir}: holds shards prepared with another {' and '.join(differs)} "
+                     f"({', '.join(str(earlier['recipe'].get(key)) for key in differs)[:200]}); "
+                     f"give another --data_dir or remove it")
+            progress = earlier
+        elif glob.glob(f"{glob.escape(data_dir)}/*.bin"):
+            fail(f"--data_dir={data_dir}: holds shards that this script did not write; give another --data_dir")
+        else:
+            write_atomically(f"{data_dir}/progress.json", json.dumps(progress, indent=1).encode())
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"--data_dir={data_dir}: {type(error).__name__}: {error}")
+    done = read_meta(data_dir) if os.path.exists(f"{data_dir}/meta.json") else None
+    if done and (done["exhausted"] or wanted <= done["tokens"]):
+        if wanted < done["tokens"]:
+            fail(f"--max_tokens={max_tokens}: {data_dir} holds {done['tokens']} tokens already; give another --data_dir")
+        print(f"{data_dir} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+        raise SystemExit(0)
+
+    # how much it will be, where the source says its size
+    text_bytes = None
+    if from_python:
+        batches = python_batches(progress["state"])
+    else:
+        print(f"opening {files or dataset} ...", flush=True)
+        import datasets  # here and not above: training runs without it
+        try:
+            if files:
+                kind = kinds.pop()
+                data = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True,
+                                             **({"sample_by": "document"} if kind == "text" else {}))
+                if kind == "parquet":
+                    text_bytes = parquet_text_bytes(paths, text_column)
+                elif not any(path.endswith((".gz", ".zst")) for path in paths):
+                    text_bytes = sum(map(os.path.getsize, paths))
+            else:
+                data = datasets.load_dataset(dataset, dataset_config, split=dataset_split, streaming=True)
+                splits = data.info.splits or {}
+                text_bytes = splits[dataset_split].num_bytes if dataset_split in splits else None
+        except Exception as error:  # as in dataset_batches
+            fail(f"{files or dataset} cannot be opened: {type(error).__name__}: {error}")
+        batches = dataset_batches(data, text_column, progress["state"])
+    total = max_tokens
+    if text_bytes:  # 4.2 bytes a token: measured on text of FineWeb-Edu's kind
+        total = min(wanted, int(text_bytes / (4.2 if tokenizer == "gpt2" else 1)))
+    if total:
+        free = shutil.disk_usage(data_dir).free
+        print(f"about {total:,} tokens, {2 * total / 1e9:.2f} GB of shards; {free / 1e9:.1f} GB are free in {data_dir}")
+        if 2 * (total - progress["counts"]["tokens"]) > free:
+            fail(f"--data_dir={data_dir}: {2 * total / 1e9:.2f} GB of shards do not fit into {free / 1e9:.2f} GB; lower "
+                 f"--max_tokens or give another --data_dir")
+    if progress["counts"]["tokens"]:
+        print(f"going on behind {progress['counts']['shards']} whole shards, {progress['counts']['tokens']:,} tokens")
+
+    # the work
+    from tqdm import tqdm  # comes with datasets
+    start, before = time.time(), progress["counts"]["tokens"]
+    with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:
+        counts = write_shards(batches, progress, data_dir, wanted, num_proc, bar)
+    if counts["tokens"] <= val_tokens:
+        for path in glob.glob(f"{glob.escape(data_dir)}/val_*.bin") + [f"{data_dir}/progress.json"]:
+            os.remove(path)
+        fail(f"--val_tokens={val_tokens}: the source has only {counts['tokens']} tokens, so none are left to train on; "
+             f"try --val_tokens={max(1, counts['tokens'] // 10)}")
+    meta = {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(get_tokenizer(tokenizer)),
+            "documents": counts["documents"], "tokens": counts["tokens"], "bytes": counts["bytes"],
+            "source": source, "exhausted": counts["tokens"] < wanted}
+    write_atomically(f"{data_dir}/meta.json", json.dumps(meta, indent=1).encode())
+    seconds = time.time() - start
+    print(f"{data_dir}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes of text "
+          f"in {counts['shards']} shards; {seconds:.1f} s, {(counts['tokens'] - before) / seconds:,.0f} tokens/s")
+    if counts["empty"]:
+        print(f"{counts['empty']} documents were empty and are left out")
+    if not meta["exhausted"]:
+        print(f"stopped at --max_tokens={max_tokens}; the last document may be cut")
+    print(f"train on it: python train_gpt2.py --data_dir={data_dir}")
