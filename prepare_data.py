@@ -141,6 +141,13 @@ class Windows:
     def __len__(self):
         return int(self.ends[-1])
 
+    def fingerprint(self):
+        """What tells these shards from others: a digest of each one's length, first and last thousand tokens."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(len(shard).to_bytes(8, "little") + shard[:1000].tobytes() + shard[-1000:].tobytes())
+        return digest.hexdigest()
+
     def __getitem__(self, indices):
         """indices: (B,) -> x, y (B, max_seq_len) int64: tokens and the token after each."""
         T, rows = self.max_seq_len, []

@@ -1,0 +1,296 @@
+"""
+What a training process needs around its loop: its rank and device, its precision, the compiler, checkpoints, the log
+and its picture.
+
+    python runtime.py out/log.jsonl other/log.jsonl   # draws several runs into loss.png
+"""
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from configurator import fail
+from model import GPT, GPTConfig
+
+# ---------------------------------------------------------------------------------------------------
+# ranks, device, precision
+
+
+def init_process(device):
+    """
+    Joins the process group where torchrun started one, and settles the device.
+    device: auto, cpu, cuda, cuda:N or mps. -> rank, world_size, torch.device.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    sys.excepthook = explain
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or not (index == "" or index.isdigit()):
+        fail(f"--device={device}: expected auto, cpu, cuda, cuda:N or mps")
+    if kind == "cuda" and not torch.cuda.is_available() or kind == "mps" and not torch.backends.mps.is_available():
+        fail(f"--device={device}: torch {torch.__version__} finds no such device here; --device=auto takes what there is")
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        if world_size > 1 and index:
+            fail(f"--device={device}: torchrun gives each rank its own GPU, so give --device=cuda")
+        index = int(index or local_rank)
+        if index >= count:
+            fail(f"--device=cuda: GPU {index} is wanted, {count} there: start at most {count} ranks on this machine")
+        device = f"cuda:{index}"
+        torch.cuda.set_device(index)
+    if "RANK" in os.environ and kind == "mps":
+        fail("--device=mps: torch has no process group for it; start without torchrun, or with --device=cpu")
+    device = torch.device(device)
+    torch.set_float32_matmul_precision("high")  # TF32 where float32 matmuls meet tensor cores
+    if kind == "cpu":
+        torch.use_deterministic_algorithms(True)  # a compiled embedding's gradient is summed in any order without it
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+    return rank, world_size, device
+
+
+def explain(kind, error, tb):
+    """For sys.excepthook: one line for what is nobody's bug, the traceback for the rest."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("\ninterrupted: --init_from=resume goes on from the last checkpoint", file=sys.stderr)
+    elif issubclass(kind, torch.OutOfMemoryError):
+        print(f"error: out of GPU memory ({str(error).split('.')[0]}): lower --batch_size and raise "
+              f"--gradient_accumulation_steps by the same factor, which trains the same model", file=sys.stderr)
+    else:
+        traceback.print_exception(kind, error, tb)
+
+
+def pick_dtype(dtype, device):
+    """auto -> bfloat16 where the device computes in it rather than emulating it, else float16 on GPUs, float32 on CPUs."""
+    if dtype != "auto":
+        return dtype
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return "bfloat16"
+    return "float32"
+
+
+def autocast(device, dtype):
+    """The context for forward passes; weights and optimizer stay in float32 outside of it."""
+    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
+
+
+def step_seed(seed, step, rank):
+    """The seed of everything random in one step on one rank, so that no random state has to be saved."""
+    return (seed * 1_000_003 + step) * 65_537 + rank
+
+
+# dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets; without sparsity
+PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12,
+              "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12,
+              "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12}
+
+
+def peak_flops(device, dtype):
+    """FLOP/s of one device at most, for MFU: the data sheet's where it is known and applies, else that of a matmul here."""
+    if device.type == "cuda" and dtype != "float32":
+        for name, flops in PEAK_FLOPS.items():
+            if name in torch.cuda.get_device_name(device):
+                return flops
+    n = 1024 if device.type == "cpu" else 4096
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
+    best = math.inf
+    for _ in range(8):
+        t = time.perf_counter()
+        (a @ a)[0, 0].item()  # item waits for the device
+        best = min(best, time.perf_counter() - t)
+    return 2 * n ** 3 / best
+
+
+def peak_memory_mb(device):
+    """MiB this process had at most: on the GPU where it uses one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 20
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 10 if sys.platform != "darwin" else 2 ** 20)
+
+
+# ---------------------------------------------------------------------------------------------------
+# the compiler
+
+def compiler_problem(device, backend):
+    """Why torch.compile cannot work here (no C++ compiler, no Triton, ...), in one line; None where it can."""
+    if device.type == "mps":
+        return "torch.compile is not ready for MPS"
+    try:
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(8, device=device))
+    except Exception as error:
+        cause = error.__cause__ or error
+        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:150]}"
+    return None
+
+
+def graphs_compiled():
+    """Graphs that torch.compile has made in this process so far: what it gains after the warm-up are recompiles."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+# ---------------------------------------------------------------------------------------------------
+# settings of a resumed run
+
+def settle_config(config, given, checkpoint, fixed, per_start):
+    """
+    The settings of a resumed run: the checkpoint's, changed where a file or flag said so (`given`). One of `fixed`
+    that differs is refused; those of `per_start` (where it runs, how it starts) are this start's; other changes are printed.
+    """
+    settled = dict(config)
+    for key, before in checkpoint["config"].items():
+        if key not in config or key in per_start:
+            continue
+        if key in given and given[key] != before:
+            if key in fixed:
+                fail(f"--{key}={given[key]}: the checkpoint was trained with {before}, and a resumed run cannot change it")
+            print_once(f"changed on resume: {key} {before} -> {given[key]}")
+        elif key not in given:
+            settled[key] = before
+    return settled
+
+
+def print_once(*words):
+    """Prints on rank 0 only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*words, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# checkpoints
+
+def prepare_out_dir(out_dir, keep, overwrite):
+    """
+    Finds out before training, not after, whether checkpoints can be written to out_dir. One that lies there already
+    is refused, unless `keep` (the run goes on from it) or `overwrite` (it is removed).
+    """
+    checkpoints = [Path(out_dir) / name for name in ("ckpt.pt", "ckpt_prev.pt") if (Path(out_dir) / name).exists()]
+    if checkpoints and not keep and not overwrite:
+        fail(f"--out_dir={out_dir}: holds a checkpoint, {checkpoints[0]}: go on from it with --init_from=resume, replace "
+             f"it with --overwrite=True, or give another --out_dir")
+    if int(os.environ.get("RANK", 0)) != 0:
+        return
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        probe = Path(out_dir) / "ckpt.pt.tmp"
+        probe.write_bytes(b"can be written")
+        probe.unlink()
+        for path in [] if keep else [*checkpoints, Path(out_dir) / "log.jsonl"]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        fail(f"--out_dir={out_dir}: cannot be written: {error}")
+
+
+def save_checkpoint(out_dir, checkpoint):
+    """
+    checkpoint (dict of tensors and plain values) -> out_dir/ckpt.pt, and the one before it -> ckpt_prev.pt. At every
+    moment at least one of the two is whole: the new one is on disk before the old one is renamed.
+    """
+    path, previous, temporary = (Path(out_dir) / name for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt.pt.tmp"))
+    with open(temporary, "wb") as f:
+        torch.save(checkpoint, f)
+        f.flush()
+        os.fsync(f.fileno())
+    if path.exists():
+        os.replace(path, previous)
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path):
+    """
+    A checkpoint, on the CPU. path: the file, or the out_dir it lies in. Nothing in it is executed (weights_only).
+    Where ckpt.pt is missing or damaged, the one before it is taken, and said.
+    """
+    path = Path(path)
+    candidates = [path / "ckpt.pt", path / "ckpt_prev.pt"] if path.is_dir() else [path]
+    for candidate in candidates:
+        if not candidate.exists():
+            continue
+        try:
+            checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
+            assert {"model", "model_args", "config"} <= set(checkpoint), "it lacks model, model_args or config"
+        except Exception as error:  # a damaged file raises whatever its bytes lead to
+            print_once(f"WARNING: {candidate} cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+            continue
+        if candidate != candidates[0]:
+            print_once(f"WARNING: going on from the checkpoint before it, {candidate}, iteration {checkpoint['iter_num']}")
+        return checkpoint
+    fail(f"{path}: no checkpoint that can be read there (train_gpt2.py writes OUT_DIR/ckpt.pt)")
+
+
+def load_model(path, device):
+    """The GPT in a checkpoint, in eval mode on `device`, and the checkpoint without its weights and optimizer."""
+    checkpoint = load_checkpoint(path)
+    model = GPT(GPTConfig(**checkpoint["model_args"]))
+    model.load_state_dict(checkpoint.pop("model"))
+    checkpoint.pop("optimizer", None)
+    return model.to(device).eval(), checkpoint
+
+
+# ---------------------------------------------------------------------------------------------------
+# the log
+
+def write_log(out_dir, **figures):
+    """Appends one line to out_dir/log.jsonl; floats are rounded to 6 significant digits but for the losses."""
+    for key, value in figures.items():
+        if isinstance(value, float) and not key.endswith("loss"):
+            figures[key] = float(f"{value:.6g}")
+    with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as f:
+        f.write(json.dumps(figures) + "\n")
+
+
+def plot_logs(paths, picture):
+    """
+    Draws train and validation loss of the runs logged in `paths` over tokens. -> the picture's path, or None where
+    matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120)
+    for i, path in enumerate(paths):
+        lines = {}
+        for line in open(path, encoding="utf-8"):
+            entry = json.loads(line)
+            for key in ("train_loss", "val_loss"):
+                if key in entry:
+                    lines.setdefault(key, {})[entry["tokens"]] = entry[key]  # after a resume the later line counts
+        name = Path(path).resolve().parent.name
+        for key, style in (("train_loss", dict(linewidth=0.8, alpha=0.5)), ("val_loss", dict(linewidth=1.6, marker="o", markersize=3))):
+            points = sorted(lines.get(key, {}).items())
+            if points:
+                label = f"{name}: {key.replace('_', ' ')}" + (f", last {points[-1][1]:.3f}" if key == "val_loss" else "")
+                axis.plot(*zip(*points), color=f"C{i}", label=label, **style)
+    axis.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(picture)
+    plt.close(figure)
+    return picture
+
+
+if __name__ == "__main__":
+    logs = sys.argv[1:]
+    for log in logs:
+        if not os.path.isfile(log):
+            fail(f"{log}: no such file; expected the log.jsonl of one run or more")
+    if not logs:
+        fail("expected the log.jsonl of one run or more")
+    print(plot_logs(logs, "loss.png") or "matplotlib is not installed: pip install matplotlib")

@@ -1,0 +1,361 @@
+"""
+Pretrains a GPT on token shards. The defaults are GPT-2 124M on FineWeb-Edu.
+
+    python train_gpt2.py config/quickstart.py                                # minutes, on a laptop
+    torchrun --nproc_per_node=8 train_gpt2.py --compile=True                 # eight GPUs, the same model as one
+    python train_gpt2.py --init_from=resume --out_dir=out                    # goes on, exactly where it stopped
+
+In the order it runs: settings, process, data, model, optimizer, and the loop: evaluate and save, forward, backward,
+step, log.
+"""
+import json
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Literal, Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import runtime
+from configurator import configure, fail
+from model import GPT, GPTConfig, IGNORE
+from optim import get_lr, new_optimizer
+from prepare_data import END_OF_TEXT, Windows, get_tokenizer, padded_vocab_size, read_meta, rows_to_windows, token_bytes
+
+# ---------------------------------------------------------------------------------------------------
+# settings
+# output
+out_dir: str = "out"  # checkpoint, config.json, log.jsonl and loss.png go here
+init_from: str = "scratch"  # scratch, resume (from out_dir), or a checkpoint's path: its weights, a new run
+overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
+eval_interval: int = 500  # steps between evaluations; a checkpoint is saved before each
+eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val; 64 * 16 * 1024 are 1M tokens
+log_interval: int = 10  # steps between two lines of the log
+sample_tokens: int = 64  # length of the sample shown at each evaluation; 0: none
+# data
+data_dir: str = "data/fineweb-edu"  # shards from prepare_data.py, or any in the layout of llm.c
+batch_size: int = 16  # rows of a micro-batch, on each rank
+gradient_accumulation_steps: int = 8  # micro-batches of a step, over all ranks: 1, 2, 4 or 8 of them train the same model
+max_seq_len: int = 1024  # tokens of a row; a step takes batch_size * gradient_accumulation_steps * max_seq_len
+# model
+arch: Literal["gpt2", "llama"] = "gpt2"  # see model.py
+n_layer: int = 12
+n_head: int = 12
+n_embd: int = 768
+n_kv_head: Optional[int] = None  # llama: key/value heads; None: n_head
+qk_norm: bool = False  # llama: normalise queries and keys
+intermediate_size: Optional[int] = None  # width of the MLP; None: 4 n_embd, for llama 8/3 n_embd
+rope_theta: float = 10000.0  # llama: base of the rotary frequencies
+dropout: float = 0.0
+# AdamW
+learning_rate: float = 6e-4  # peak
+max_iters: int = 50000  # steps
+weight_decay: float = 0.1
+beta1: float = 0.9
+beta2: float = 0.95
+grad_clip: float = 1.0  # norm to which gradients are clipped; 0: not at all
+# its schedule
+lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # see optim.py
+warmup_iters: int = 2000  # steps of linear rise
+lr_decay_iters: Optional[int] = None  # step at which min_lr is reached; None: max_iters
+min_lr: float = 6e-5
+wsd_decay_frac: float = 0.2  # wsd: the part of lr_decay_iters in which the rate falls
+# system
+device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
+compile: bool = True  # torch.compile, one graph for one shape
+compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]] = None
+compile_backend: str = "inductor"
+seed: int = 1337  # of the weights and of the order of the data
+config, given = configure(globals())
+
+# ---------------------------------------------------------------------------------------------------
+# settings that a checkpoint brings along
+MODEL = ("arch", "n_layer", "n_head", "n_embd", "n_kv_head", "qk_norm", "intermediate_size", "rope_theta")
+THIS_START = ("out_dir", "init_from", "overwrite")
+resuming = init_from == "resume"
+checkpoint = None
+if init_from != "scratch":
+    checkpoint = runtime.load_checkpoint(out_dir if resuming else init_from)
+    if resuming:
+        config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "seed", *MODEL), per_start=THIS_START)
+        globals().update(config)
+    for name in MODEL:
+        if name in given and given[name] != checkpoint["model_args"][name]:
+            fail(f"--{name}={given[name]}: the model in {init_from} has {checkpoint['model_args'][name]}")
+
+# ---------------------------------------------------------------------------------------------------
+# process
+for name in ("eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps", "max_seq_len"):
+    if config[name] < 1:
+        fail(f"--{name}={config[name]}: expected at least 1")
+for name in ("sample_tokens", "max_iters", "warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip"):
+    if config[name] < 0:
+        fail(f"--{name}={config[name]}: expected at least 0")
+for name, low in (("beta1", 0), ("beta2", 0), ("wsd_decay_frac", 1e-9)):
+    if not low <= config[name] <= 1 or name != "wsd_decay_frac" and config[name] == 1:
+        fail(f"--{name}={config[name]}: expected a number between 0 and 1")
+decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
+if lr_schedule == "cosine" and warmup_iters > decay_iters:
+    fail(f"--warmup_iters={warmup_iters}: longer than the schedule, {decay_iters} steps (max_iters, or lr_decay_iters)")
+
+rank, world_size, compute_device = runtime.init_process(device)
+if gradient_accumulation_steps % world_size:
+    near = gradient_accumulation_steps // world_size * world_size
+    fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: does not divide by {world_size} ranks; "
+         f"{f'{near} or ' if near else ''}{near + world_size} would")
+micro_steps = gradient_accumulation_steps // world_size  # on this rank
+rows_per_step = batch_size * gradient_accumulation_steps
+tokens_per_step = rows_per_step * max_seq_len
+compute_dtype = runtime.pick_dtype(dtype, compute_device)
+autocast = runtime.autocast(compute_device, compute_dtype)
+runtime.prepare_out_dir(out_dir, keep=resuming, overwrite=overwrite)
+
+# ---------------------------------------------------------------------------------------------------
+# data
+meta = read_meta(data_dir)
+train_windows = Windows(data_dir, "train", max_seq_len)
+val_windows = Windows(data_dir, "val", max_seq_len)
+tokenizer = get_tokenizer(meta["tokenizer"])
+bytes_of = token_bytes(tokenizer)
+if meta["vocab_size"] != padded_vocab_size(tokenizer):
+    fail(f"{data_dir}/meta.json: vocab_size {meta['vocab_size']} is not that of its tokenizer, "
+         f"{padded_vocab_size(tokenizer)} for {meta['tokenizer']}")
+if checkpoint and (checkpoint["tokenizer"], checkpoint["model_args"]["vocab_size"]) != (meta["tokenizer"], meta["vocab_size"]):
+    fail(f"--data_dir={data_dir}: its tokens are {meta['tokenizer']}'s, {meta['vocab_size']} ids, but the checkpoint was "
+         f"trained on {checkpoint['tokenizer']}'s, {checkpoint['model_args']['vocab_size']} ids")
+if resuming and checkpoint["data"] != train_windows.fingerprint():
+    fail(f"--data_dir={data_dir}: its train shards are not those the run was started with (more or fewer tokens, or others); "
+         f"to train these weights on other data start a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
+
+
+def to_device(array):
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(compute_device, non_blocking=True) if compute_device.type == "cuda" else tensor.to(compute_device)
+
+
+def get_batch(first_row):
+    """x and y (batch_size, max_seq_len) int64: the rows of the run from first_row on."""
+    rows = range(first_row, first_row + batch_size)
+    x, y = train_windows[rows_to_windows(rows, len(train_windows), seed)]
+    return to_device(x), to_device(y)
+
+
+# ---------------------------------------------------------------------------------------------------
+# model
+torch.manual_seed(seed)  # the same weights on every rank
+try:
+    if checkpoint:
+        model_args = {**checkpoint["model_args"], "dropout": dropout}
+    else:
+        model_args = {**{name: config[name] for name in MODEL}, "max_seq_len": max_seq_len, "dropout": dropout,
+                      "vocab_size": meta["vocab_size"]}
+    orig_model = GPT(GPTConfig(**model_args))
+except ValueError as error:
+    fail(error)
+model_args = asdict(orig_model.config)
+if max_seq_len > model_args["max_seq_len"]:
+    fail(f"--max_seq_len={max_seq_len}: the model in {init_from} has {model_args['max_seq_len']} positions; give at most that")
+if checkpoint:
+    orig_model.load_state_dict(checkpoint.pop("model"))
+orig_model.to(compute_device)
+
+optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
+scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
+iter_num, rows_seen, best_val_loss, val_loss = 0, 0, math.inf, math.inf
+if resuming:
+    optimizer.load_state_dict(checkpoint.pop("optimizer"))
+    for group in optimizer.param_groups:  # these settings may have changed
+        group["betas"], group["weight_decay"] = (beta1, beta2), weight_decay if group["weight_decay"] else 0.0
+    if scaler.is_enabled() and checkpoint["scaler"]:
+        scaler.load_state_dict(checkpoint["scaler"])
+    iter_num, rows_seen, best_val_loss = checkpoint["iter_num"], checkpoint["rows_seen"], checkpoint["best_val_loss"]
+checkpoint = None  # frees its memory
+
+# Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
+# every checkpoint, uses orig_model, whose parameters are the very same tensors.
+compiled = orig_model
+if compile:
+    problem = runtime.compiler_problem(compute_device, compile_backend)
+    if problem:
+        runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
+    else:
+        compiled = torch.compile(orig_model, dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
+model = compiled
+if dist.is_initialized():
+    model = DDP(compiled, device_ids=[compute_device.index] if compute_device.type == "cuda" else None,
+                broadcast_buffers=False, gradient_as_bucket_view=True)
+
+# ---------------------------------------------------------------------------------------------------
+# what the loop calls now and then
+
+@torch.no_grad()
+def estimate_loss():
+    """
+    Validation loss in nats a token and in bits a byte of text, over the same rows at every call, whatever the number
+    of ranks: the first eval_iters * batch_size of val, or all. A last batch that is not full is filled up with rows
+    that do not count, since the compiled model sees one shape.
+    """
+    compiled.eval()
+    n = min(len(val_windows), eval_iters * batch_size)
+    nats, tokens, bytes_ = 0.0, 0, 0
+    for first in range(rank * batch_size, n, world_size * batch_size):
+        rows = np.arange(first, first + batch_size)
+        x, y = val_windows[np.minimum(rows, n - 1)]
+        y = np.where(rows[:, None] < n, y, IGNORE)
+        with autocast:
+            nats += compiled(to_device(x), to_device(y)).item()
+        tokens += int((y != IGNORE).sum())
+        bytes_ += int(bytes_of[y[y != IGNORE]].sum())
+    compiled.train()
+    if dist.is_initialized():
+        totals = torch.tensor([nats, tokens, bytes_], dtype=torch.float64, device=compute_device)
+        dist.all_reduce(totals)
+        nats, tokens, bytes_ = totals.tolist()
+    return nats / tokens, nats / math.log(2) / max(bytes_, 1)
+
+
+def sample():
+    """A text from the model as it is now."""
+    ids = [tokenizer.eot_token]
+    with autocast:
+        for token, in orig_model.generate([ids], sample_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
+                                          stop_ids=[tokenizer.eot_token], n_vocab=tokenizer.n_vocab):
+            ids.append(token)
+    return tokenizer.decode(ids[1:]).removesuffix(END_OF_TEXT)
+
+
+def save():
+    if rank == 0:
+        runtime.save_checkpoint(out_dir, {
+            "model": orig_model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+            "model_args": model_args, "config": config, "tokenizer": meta["tokenizer"], "data": train_windows.fingerprint(),
+            "stage": "base", "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss})
+
+
+# ---------------------------------------------------------------------------------------------------
+# say what is about to happen
+n_params = sum(p.numel() for p in orig_model.parameters())
+runtime.print_once(
+    f"model: {arch}, {n_layer} layers, {n_embd} wide, {n_params / 1e6:.1f}M parameters, vocabulary {model_args['vocab_size']} "
+    f"({meta['tokenizer']})\n"
+    f"data: {data_dir}, {train_windows.tokens:,} tokens in {len(train_windows):,} rows of {max_seq_len} (the tails of the shards, "
+    f"{train_windows.tail:,} tokens, are left out), {val_windows.tokens:,} for validation\n"
+    f"run: {max_iters:,} steps of {tokens_per_step:,} tokens ({rows_per_step} rows), {max_iters * rows_per_step / len(train_windows):.2f} "
+    f"epochs; {world_size} x {compute_device.type}, {compute_dtype}")
+changed = ", ".join(f"{name}={value}" for name, value in given.items())
+runtime.print_once(f"settings given: {changed or 'none, all defaults'}")
+if rank == 0:
+    with open(f"{out_dir}/config.json", "w", encoding="utf-8") as f:
+        json.dump(config, f, indent=1)
+    if resuming:
+        runtime.write_log(out_dir, event="resume", iter=iter_num)
+        print(f"resumed at step {iter_num}, {rows_seen:,} rows seen")
+
+if compiled is not orig_model:  # both graphs are made now: one that is made later is a recompile
+    t0 = time.time()
+    runtime.print_once("compiling ...")
+    x, y = torch.zeros(2, batch_size, max_seq_len, dtype=torch.int64, device=compute_device).unbind()
+    with autocast:
+        model(x, y).backward()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad(), autocast:
+        compiled.eval()(x, y).item()
+    compiled.train()
+    runtime.print_once(f"compiled in {time.time() - t0:.0f} s")
+graphs_expected = runtime.graphs_compiled()
+flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
+
+# ---------------------------------------------------------------------------------------------------
+# the loop; iter_num counts the steps taken
+pool = ThreadPoolExecutor(1)  # reads the next micro-batch while this one is computed
+next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
+resumed_at, skipped, recompiles = iter_num, 0, 0
+loss_sum, steps_summed, seconds, t0 = 0.0, 0, 0.0, time.time()  # since the last line of the log
+while True:
+    # save, then evaluate and sample: whatever goes wrong there, the step is on disk
+    if iter_num % eval_interval == 0 or iter_num >= max_iters:
+        seconds += time.time() - t0
+        if iter_num > resumed_at:
+            save()
+        val_loss, val_bpb = estimate_loss()
+        best_val_loss = min(best_val_loss, val_loss)
+        if rank == 0:
+            print(f"step {iter_num}: val loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, {val_bpb:.4f} bits per byte")
+            runtime.write_log(out_dir, iter=iter_num, tokens=iter_num * tokens_per_step, val_loss=val_loss,
+                              val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
+            picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
+            if sample_tokens:
+                print(f"----- sample\n{sample()}\n-----", flush=True)
+        t0 = time.time()
+    if iter_num >= max_iters:
+        break
+
+    # forward and backward
+    torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
+    for micro_step in range(micro_steps):
+        x, y = next_batch.result()
+        # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
+        next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
+        if dist.is_initialized():  # gradients are averaged over the ranks once a step
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        with autocast:
+            loss = model(x, y)  # summed over the micro-batch
+        loss_sum += loss.detach().clone()
+        # DDP divides by the ranks, hence times world_size: the gradient is that of the mean over the step
+        scaler.scale(loss * (world_size / tokens_per_step)).backward()
+
+    # step
+    lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf).item()
+    if math.isfinite(grad_norm) or scaler.is_enabled():  # a scaler skips the step itself, and lowers its scale
+        scaler.step(optimizer)
+    if not math.isfinite(grad_norm):
+        skipped += 1
+        runtime.print_once(f"WARNING: step {iter_num} has gradients that are not finite and is skipped, {skipped} so far")
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    iter_num += 1
+    rows_seen += rows_per_step
+    steps_summed += 1
+
+    # log
+    if runtime.graphs_compiled() > graphs_expected + recompiles:
+        recompiles = runtime.graphs_compiled() - graphs_expected
+        print(f"WARNING: rank {rank} recompiled the model in step {iter_num}, {recompiles} times so far (TORCH_LOGS=recompiles says why)")
+    if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters:
+        if dist.is_initialized():
+            dist.all_reduce(loss_sum)
+        train_loss = loss_sum.item() / (steps_summed * tokens_per_step)  # the mean over all steps since the last line
+        seconds += time.time() - t0
+        tok_per_sec = steps_summed * tokens_per_step / seconds
+        mfu = orig_model.flops_per_token() * tok_per_sec / flops
+        left = (max_iters - iter_num) * seconds / steps_summed
+        if rank == 0:
+            scale = {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+            print(f"step {iter_num}/{max_iters}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
+                  f"{1000 * seconds / steps_summed:.0f} ms, {tok_per_sec:,.0f} tok/s, mfu {100 * mfu:.1f}%, "
+                  + "".join(f"scale {s:.0f}, " for s in scale.values())
+                  + f"left {int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}", flush=True)
+            runtime.write_log(out_dir, iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=train_loss, lr=lr,
+                              grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
+                              peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
+                              epoch=rows_seen / len(train_windows), **scale)
+        loss_sum, steps_summed, seconds, t0 = 0.0, 0, 0.0, time.time()
+
+if iter_num > resumed_at:
+    save()  # again, now with its own validation loss
+pool.shutdown()
+runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
+                   f"checkpoint: {out_dir}/ckpt.pt; try it: python sample.py --checkpoint={out_dir}/ckpt.pt\n"
+                   f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
+                                                         ", not drawn: pip install matplotlib"))
+if dist.is_initialized():
+    dist.destroy_process_group()
