@@ -1,0 +1,79 @@
+"""Shared by all tests: the scripts on the path, started as a user starts them, and small data to start them on."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from prepare_data import get_tokenizer, padded_vocab_size, shard_header  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def gpt2_vocabulary():
+    """Skips where tiktoken's gpt2 vocabulary can neither be found in TIKTOKEN_CACHE_DIR nor be fetched."""
+    try:
+        return get_tokenizer("gpt2")
+    except SystemExit:
+        pytest.skip("tiktoken's gpt2 vocabulary is not in TIKTOKEN_CACHE_DIR and cannot be fetched")
+
+
+def write_shards(folder, tokenizer="bytes", train=40_000, val=4_000, seed=0):
+    """A folder of shards with a learnable text: words of few letters, in an order with structure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran"]
+    enc = get_tokenizer(tokenizer)
+    for split, length in (("train", train), ("val", val)):
+        tokens = []
+        while len(tokens) < length:
+            start = int(rng.integers(10))
+            text = " ".join(words[(start + i) % 10] for i in range(12)) + ".\n"
+            tokens += [enc.eot_token] + enc.encode_ordinary(text)
+        tokens = np.array(tokens[:length], dtype="<u2")
+        (folder / f"{split}_000000.bin").write_bytes(shard_header(length) + tokens.tobytes())
+    meta = {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(enc), "documents": 0, "tokens": train + val, "bytes": 0}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("data") / "bytes")
+
+
+TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_seq_len=32", "--batch_size=4", "--gradient_accumulation_steps=2",
+        "--eval_iters=4", "--log_interval=1", "--warmup_iters=2", "--learning_rate=3e-3", "--max_iters=20", "--eval_interval=10",
+        "--sample_tokens=8", "--device=cpu", "--dtype=float32", "--compile=False"]
+
+
+def run(script, *args, ranks=1, code=0, env=None):
+    """Starts a script as a user would, under torchrun for more than one rank. -> what it printed, both streams."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run([*launcher, str(ROOT / script), *map(str, args)], capture_output=True, text=True, errors="replace",
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, timeout=600)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, f"exit code {done.returncode}, expected {code}\n{output[-4000:]}"
+    return output
+
+
+def refused(script, *args):
+    """Starts a script with a user's mistake: exit code 2 and one line, which is returned."""
+    output = run(script, *args, code=2)
+    assert "Traceback" not in output, output[-4000:]
+    errors = [line for line in output.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, output[-4000:]
+    return errors[0]
+
+
+def read_log(out_dir, *keys):
+    """{(key, iter): value} of a run's log.jsonl."""
+    entries = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines())
+    return {(key, entry["iter"]): entry[key] for entry in entries for key in keys if key in entry}

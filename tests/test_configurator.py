@@ -1,0 +1,280 @@
+"""Settings from files and flags: what is taken, what is refused, and how it is said."""
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configurator import configure
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SCRIPT = '''
+"""A script with a setting of each type."""
+import json
+from typing import Literal, Optional
+
+from configurator import configure
+
+steps: int = 10  # how many, at most
+rate: float = 0.5  # how fast
+shuffle: bool = True  # in another order each time
+name: str = "run"  # called so
+limit: Optional[int] = None  # None: all
+label: Optional[str] = "x"
+mode: Literal["slow", "fast"] = "slow"  # of the two
+width: Literal[8, 16] = 8
+backend: Optional[Literal["default", "eager"]] = None  # None: the usual one
+not_annotated = 1
+_private: int = 1
+
+if __name__ == "__main__":
+    config, given = configure(globals())
+    print(json.dumps([config, given, {key: globals()[key] for key in config}]))
+'''
+DEFAULTS = {"steps": 10, "rate": 0.5, "shuffle": True, "name": "run", "limit": None, "label": "x", "mode": "slow",
+            "width": 8, "backend": None}
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """The script above as a module, in a folder that is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    return load(tmp_path / "script.py", SCRIPT, monkeypatch)
+
+
+def load(path, source, monkeypatch):
+    path.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("script_with_settings", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "script_with_settings", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_script(*args):
+    env_with_root = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run([sys.executable, "script.py", *args], env=env_with_root, capture_output=True, text=True)
+
+
+def refusal(script, capsys, *argv):
+    """The one line in which `argv` is refused; nothing may be changed by it."""
+    before = dict(vars(script))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        configure(vars(script), list(argv))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == "" and err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    assert vars(script) == before
+    return err
+
+
+# ---------------------------------------------------------------------------------------------------
+# what is taken
+
+FLAGS = [("--steps=3", 3), ("--steps=-3", -3), ("--rate=3e-4", 3e-4), ("--rate=2", 2.0), ("--rate=-.5", -0.5),
+         ("--shuffle=False", False), ("--shuffle=true", True), ("--name=a b", "a b"), ("--name=a=b=c", "a=b=c"),
+         ("--name=--steps=5", "--steps=5"), ("--name=None", "None"), ("--name=7", "7"), ("--name=", ""),
+         ("--limit=5", 5), ("--limit=None", None), ("--label=y", "y"), ("--label=None", None), ("--mode=fast", "fast"),
+         ("--width=16", 16), ("--backend=eager", "eager"), ("--backend=default", "default"), ("--backend=None", None)]
+
+
+@pytest.mark.parametrize("flag, value", FLAGS)
+def test_a_flag_is_taken(script, flag, value):
+    setting = flag[2:].split("=")[0]
+    config, given = configure(vars(script), [flag])
+    assert given == {setting: value}
+    assert config == {**DEFAULTS, setting: value}
+    assert type(config[setting]) is type(value)
+    assert {key: getattr(script, key) for key in DEFAULTS} == config
+
+
+@pytest.mark.parametrize("line, value", [
+    ("steps = 2 * 3", 6), ("rate = 3e-4", 3e-4), ("rate = 1", 1.0), ("shuffle = False", False), ("name = 'a=b'", "a=b"),
+    ("limit = 5", 5), ("limit = None", None), ("label = None", None), ("label = 'y'", "y"), ("mode = 'fast'", "fast"),
+    ("width = 16", 16), ("backend = 'eager'", "eager"), ("backend = None", None), ("steps: int = 4", 4)])
+def test_an_assignment_in_a_file_is_taken(script, line, value):
+    setting = line.split()[0].strip(":")
+    Path("a.py").write_text(f"import math\n_helper = 3  # names like this are the file's own\n{line}\n")
+    config, given = configure(vars(script), ["a.py"])
+    assert given == {setting: value}
+    assert config == {**DEFAULTS, setting: value}
+    assert type(config[setting]) is type(value)
+    assert {key: getattr(script, key) for key in DEFAULTS} == config
+
+
+def test_nothing_given_leaves_the_defaults(script):
+    assert configure(vars(script), []) == (DEFAULTS, {})
+
+
+def test_files_first_then_flags_and_later_wins(script):
+    Path("a.py").write_text("steps = 1\nrate = 1.0\nname = 'a'\nlimit = 1\n")
+    Path("b.py").write_text("rate = 2.0\nname = 'b'\n")
+    config, given = configure(vars(script), ["--name=flag", "a.py", "--limit=7", "b.py", "--limit=8"])
+    assert given == {"steps": 1, "rate": 2.0, "name": "flag", "limit": 8}
+    assert config == {**DEFAULTS, **given}
+    assert configure(vars(script), ["b.py", "a.py"])[1]["rate"] == 1.0
+
+
+def test_a_started_script_reads_its_command_line(script):
+    Path("a.py").write_text("mode = 'fast'\nlimit = 3\n")
+    done = run_script("--limit=4", "a.py", "--name=a=b", "--rate=3e-4")
+    given = {"mode": "fast", "limit": 4, "name": "a=b", "rate": 3e-4}
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [{**DEFAULTS, **given}, given, {**DEFAULTS, **given}]
+
+
+# ---------------------------------------------------------------------------------------------------
+# what is refused
+
+@pytest.mark.parametrize("key, value, parts", [
+    ("steps", "1.5", ["an int", "'1.5'"]), ("steps", "1e3", ["an int"]), ("steps", "True", ["an int", "'True'"]),
+    ("steps", "", ["an int"]), ("steps", "None", ["an int"]), ("rate", "fast", ["a finite float", "'fast'"]),
+    ("rate", "nan", ["a finite float"]), ("rate", "inf", ["a finite float"]), ("rate", "-inf", ["a finite float"]),
+    ("rate", "1e999", ["a finite float"]), ("rate", "True", ["a finite float"]), ("shuffle", "1", ["True or False", "'1'"]),
+    ("shuffle", "yes", ["True or False"]), ("limit", "many", ["an int or None", "'many'"]),
+    ("mode", "fats", ["'slow', 'fast'", "did you mean 'fast'"]), ("mode", "None", ["'slow', 'fast'"]),
+    ("width", "12", ["8, 16"]), ("backend", "defualt", ["'default', 'eager' or None", "did you mean 'default'"])])
+def test_a_wrong_value_in_a_flag_is_refused(script, capsys, key, value, parts):
+    line = refusal(script, capsys, "--name=other", f"--{key}={value}")
+    assert f"--{key}=" in line and value in line and all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("key, value, parts", [
+    ("steps", "True", ["an int", "bool True"]), ("steps", "2.0", ["an int", "float 2.0"]), ("steps", "'2'", ["an int", "str '2'"]),
+    ("steps", "None", ["an int"]), ("rate", "'3e-4'", ["a finite float", "str '3e-4'"]), ("rate", "True", ["a finite float"]),
+    ("rate", "float('nan')", ["a finite float", "nan"]), ("rate", "float('inf')", ["a finite float", "inf"]),
+    ("rate", "10 ** 400", ["a finite float"]), ("shuffle", "1", ["True or False", "int 1"]), ("shuffle", "None", ["True or False"]),
+    ("name", "None", ["a string", "NoneType None"]), ("name", "b'x'", ["a string"]), ("limit", "False", ["an int or None"]),
+    ("mode", "'FAST'", ["'slow', 'fast'", "'FAST'"]), ("width", "8.0", ["8, 16"]), ("width", "True", ["8, 16"]),
+    ("backend", "str", ["'default', 'eager' or None"]), ("steps", "[1,\n2]", ["an int", "[1, 2]"]),
+    ("name", "3, 'a\\nb'", ["a string"])])
+def test_a_wrong_value_in_a_file_is_refused(script, capsys, key, value, parts):
+    Path("a.py").write_text(f"label = 'other'\n{key} = {value}\n")
+    line = refusal(script, capsys, "a.py")
+    assert "a.py" in line and f"{key}=" in line and all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("flag, nearest", [
+    ("--step=5", "--steps"), ("--raet=1", "--rate"), ("--zzzzz=1", None), ("--not_annotated=2", None), ("--_private=2", None),
+    ("--json=1", None), ("--__file__=x", None), ("--=5", None), ("--Steps=5", "--steps")])
+def test_a_wrong_key_in_a_flag_is_refused(script, capsys, flag, nearest):
+    line = refusal(script, capsys, "--name=other", flag)
+    assert flag.split("=")[0] in line and "script.py" in line
+    assert f"did you mean {nearest}?" in line if nearest else "did you mean" not in line, line
+
+
+@pytest.mark.parametrize("assignment, nearest", [
+    ("step = 5", "--steps"), ("raet = 1", "--rate"), ("zzzzz = 1", None), ("not_annotated = 2", None),
+    ("from math import pi", None), ("def helper(): pass", None)])
+def test_a_wrong_key_in_a_file_is_refused(script, capsys, assignment, nearest):
+    Path("a.py").write_text(f"label = 'other'\n{assignment}\n")
+    line = refusal(script, capsys, "--name=other", "a.py")
+    key = assignment.replace("def ", "").split("(")[0].split(" =")[0].split()[-1]
+    assert f"a.py: {key}: no such setting of script.py" in line
+    assert f"did you mean {nearest}?" in line if nearest else "did you mean" not in line, line
+
+
+def test_a_wrong_file_is_refused_though_a_flag_would_win(script, capsys):
+    Path("a.py").write_text("steps = 'many'\n")
+    assert "steps='many'" in refusal(script, capsys, "a.py", "--steps=5")
+
+
+@pytest.mark.parametrize("flag", ["--shuffle", "--steps", "-steps=5", "--", "-x"])
+def test_a_flag_without_a_value_is_refused(script, capsys, flag):
+    line = refusal(script, capsys, flag)
+    assert repr(flag) in line and "--name=value" in line
+    assert "steps" not in flag or "did you mean --steps?" in line
+
+
+def test_a_value_behind_a_blank_is_refused(script, capsys):
+    assert "--name=value" in refusal(script, capsys, "--steps", "5")
+
+
+def test_a_missing_file_is_refused(script, capsys):
+    Path("folder").mkdir()
+    assert "missing.py: no such config file" in refusal(script, capsys, "--steps=5", "missing.py")
+    assert "folder: no such config file" in refusal(script, capsys, "folder")
+
+
+@pytest.mark.parametrize("lines, line_number, parts", [
+    (["steps = 5", "rate = = 2"], 2, ["SyntaxError"]),
+    (["steps = 5", "", "  rate = 2"], 3, ["IndentationError"]),
+    (["steps = 5", "", "rate = 1 / 0"], 3, ["ZeroDivisionError", "division by zero"]),
+    (["def half(x):", "    return x / nothing", "rate = half(1)"], 2, ["NameError", "nothing"]),
+    (["import no_such_module"], 1, ["ModuleNotFoundError", "no_such_module"]),
+    (["raise ValueError('two\\nlines')"], 1, ["ValueError: two lines"])])
+def test_an_error_in_a_file_is_named_with_its_line(script, capsys, lines, line_number, parts):
+    Path("a.py").write_text("\n".join(lines) + "\n")
+    line = refusal(script, capsys, "a.py", "--steps=5")
+    assert f"a.py, line {line_number}: " in line and all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("call", ["json.loads('{')", "ast.literal_eval('1 +')"])
+def test_an_error_below_a_file_is_named_with_the_line_of_the_file(script, capsys, call):
+    Path("a.py").write_text(f"import ast\nimport json\nsteps = {call}\n")
+    assert "a.py, line 3: " in refusal(script, capsys, "a.py")
+
+
+def test_a_started_script_ends_with_one_line_and_code_2(script):
+    Path("a.py").write_text("steps = 1 / 0\n")
+    for args in (["--rate=nan"], ["--raet=1"], ["a.py"], ["missing.py"], ["--shuffle"]):
+        done = run_script(*args)
+        assert done.returncode == 2 and done.stdout == ""
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_of_many_ranks_the_first_says_it(script, capsys, monkeypatch):
+    for rank, said in ("0", True), ("1", False):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            configure(vars(script), ["--raet=1"])
+        assert stop.value.code == 2
+        assert ("raet" in capsys.readouterr().err) == said
+
+
+# ---------------------------------------------------------------------------------------------------
+# --help
+
+def test_help_lists_every_setting_with_default_and_comment(script):
+    for args in (["--help"], ["-h"], ["--steps=wrong", "missing.py", "--help"]):
+        done = run_script(*args)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = [line.strip() for line in done.stdout.splitlines()]
+        assert lines[0] == "A script with a setting of each type."
+        for key, default, comment in (("steps", 10, "how many, at most"), ("rate", 0.5, "how fast"), ("label", "x", ""),
+                                      ("limit", None, "None: all"), ("mode", "slow", "of the two"), ("width", 8, ""),
+                                      ("shuffle", True, "in another order each time"), ("name", "run", "called so"),
+                                      ("backend", None, "None: the usual one")):
+            [line] = [line for line in lines if line.startswith(f"--{key}=")]
+            assert line.split(maxsplit=1) == [f"--{key}={default}", *([comment] if comment else [])]
+        assert {"one of 'slow', 'fast'", "one of 8, 16", "one of 'default', 'eager' or None"} <= set(lines)
+        assert "not_annotated" not in done.stdout and "_private" not in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------
+# the files in config/
+
+def annotated_globals(path):
+    """The source lines of a script's settings, by name."""
+    source = path.read_text(encoding="utf-8")
+    return {node.target.id: ast.get_source_segment(source, node)
+            for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)}
+
+
+def test_config_files_are_plain_assignments_that_the_base_loop_takes(tmp_path, monkeypatch):
+    settings = annotated_globals(ROOT / "train_gpt2.py")
+    assert len(settings) > 20
+    source = "from typing import Literal, Optional\n" + "\n".join(settings.values())
+    for path in sorted((ROOT / "config").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            assignment = isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets)
+            assert docstring or assignment, f"{path}, line {node.lineno}"
+        script = load(tmp_path / "settings.py", source, monkeypatch)
+        assert configure(vars(script), [str(path)])[1], f"{path} sets nothing"

@@ -1,0 +1,190 @@
+"""The model against independent ones: transformers for the architectures, formulas written out for the loss."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+import model as model_module
+from model import GPT, GPTConfig, IGNORE, from_hf, linear_cross_entropy, to_hf
+
+SMALL = dict(max_seq_len=48, vocab_size=384, n_layer=3, n_head=4, n_embd=64)
+VARIANTS = {
+    "gpt2": dict(arch="gpt2"),
+    "llama": dict(arch="llama"),
+    "llama_gqa": dict(arch="llama", n_kv_head=2),
+    "qwen3": dict(arch="llama", n_kv_head=2, qk_norm=True),
+}
+
+
+def new_gpt(variant, seed=0, **changes):
+    """A small GPT whose every parameter is random, norms and biases too, so that none can be left out unseen."""
+    torch.manual_seed(seed)
+    gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant], **changes}))
+    for p in gpt.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return gpt
+
+
+def transformers_twin(gpt):
+    """transformers' model of the same architecture with the same weights."""
+    c = gpt.config
+    if c.arch == "gpt2":
+        twin = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=c.vocab_size, n_positions=c.max_seq_len, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    else:
+        kind, settings = (transformers.Qwen3ForCausalLM, transformers.Qwen3Config) if c.qk_norm else \
+                         (transformers.LlamaForCausalLM, transformers.LlamaConfig)
+        twin = kind(settings(
+            vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.n_embd // c.n_head,
+            intermediate_size=c.intermediate_size, rms_norm_eps=1e-5, rope_theta=c.rope_theta, tie_word_embeddings=False))
+    twin.load_state_dict(to_hf(gpt.state_dict(), c.arch))
+    return twin
+
+
+def tokens(batch=2, length=48, seed=1):
+    return torch.randint(0, 384, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_transformers(variant):
+    gpt = new_gpt(variant)
+    twin = transformers_twin(gpt)
+    idx, targets = tokens(seed=1), tokens(seed=2)
+    theirs = twin(idx).logits
+    assert (gpt(idx) - theirs).abs().max() < 1e-4
+
+    gpt(idx, targets).backward()
+    F.cross_entropy(theirs.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    their_gradients = from_hf({name: p.grad for name, p in twin.named_parameters()}, gpt.config.arch)
+    for name, p in gpt.named_parameters():
+        assert (p.grad - their_gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_names_go_to_hugging_face_and_back(variant):
+    state = new_gpt(variant).state_dict()
+    back = from_hf(to_hf(state, VARIANTS[variant]["arch"]), VARIANTS[variant]["arch"])
+    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_position_sees_the_future(variant):
+    gpt = new_gpt(variant).eval()
+    idx = tokens()
+    before = gpt(idx)
+    for t in (1, 17, 47):
+        changed = idx.clone()
+        changed[:, t] = (changed[:, t] + 1) % 384
+        after = gpt(changed)
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert not torch.equal(before[:, t:], after[:, t:])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_initial_loss_is_that_of_a_uniform_guess(variant):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant], "vocab_size": 50304}))
+    idx = torch.randint(0, 50304, (8, 48))
+    loss = gpt(idx, torch.randint(0, 50304, (8, 48))) / (8 * 48)
+    assert abs(loss.item() - math.log(50304)) < 0.02 * math.log(50304)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_overfits_twenty_sequences_and_feeds_every_parameter(variant):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant]}))
+    idx = tokens(20, 33)
+    fed = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in gpt.named_parameters()}
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=4e-3, weight_decay=0.0)
+    for step in range(200):
+        loss = gpt(idx[:, :-1], idx[:, 1:]) / (20 * 32)
+        loss.backward()
+        if step < 3:
+            for name, p in gpt.named_parameters():
+                assert p.grad.isfinite().all(), name
+                fed[name] |= p.grad != 0
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss.item() < 0.05:
+            break
+    assert loss.item() < 0.05
+    for name, hit in fed.items():
+        if name == "transformer.wpe.weight":  # positions beyond the 32 trained on have no gradient
+            hit = hit[:32]
+        elif name == "transformer.wte.weight" and VARIANTS[variant]["arch"] == "llama":
+            hit = hit[idx[:, :-1].unique()]  # untied: ids that do not occur have no gradient
+        elif name.endswith("c_attn.bias"):
+            hit = hit[torch.tensor([*range(64), *range(128, 192)])]  # softmax ignores what is added to all keys alike
+        assert hit.float().mean() > 0.99, name
+
+
+def test_initial_weights_have_the_stated_spread():
+    torch.manual_seed(0)
+    for variant, scaled in (("gpt2", "attn.c_proj"), ("llama", "mlp.down_proj")):
+        gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant], "n_embd": 256}))
+        stds = {name: p.std().item() for name, p in gpt.named_parameters()}
+        assert stds["transformer.wte.weight"] == pytest.approx(0.02, rel=0.05)
+        assert stds[f"transformer.h.1.{scaled}.weight"] == pytest.approx(0.02 / math.sqrt(2 * 3), rel=0.05)
+    assert GPT(GPTConfig()).matmul_params() == 124_475_904 - 1024 * 768  # GPT-2 124M, padded, less the positions
+
+
+# ---------------------------------------------------------------------------------------------------
+# the loss without the logits
+
+@pytest.mark.parametrize("n", [1, 7, 8, 29])  # below, at and beyond a chunk, and a last chunk that is not full
+def test_loss_in_chunks_equals_the_formula(monkeypatch, n):
+    monkeypatch.setattr(model_module, "LOSS_CHUNK", 8)
+    torch.manual_seed(0)
+    x = torch.randn(n, 16, requires_grad=True)
+    weight = torch.randn(40, 16, requires_grad=True)
+    targets = torch.randint(0, 40, (n,))
+    targets[::3] = IGNORE
+    ours = linear_cross_entropy(x, weight, targets)
+    gradients = torch.autograd.grad(ours * 0.37, (x, weight))
+
+    logp = (x @ weight.t()).log_softmax(-1)
+    formula = -sum(logp[i, t] for i, t in enumerate(targets.tolist()) if t != IGNORE) + 0 * x.sum() + 0 * weight.sum()
+    assert ours.item() == pytest.approx(formula.item(), rel=1e-5)
+    for mine, theirs in zip(gradients, torch.autograd.grad(formula * 0.37, (x, weight))):
+        assert (mine - theirs).abs().max() < 1e-5
+    with torch.no_grad():
+        assert linear_cross_entropy(x, weight, targets).item() == pytest.approx(ours.item(), rel=1e-6)
+
+
+def test_a_batch_without_targets_has_loss_and_gradients_of_zero():
+    gpt = new_gpt("gpt2")
+    loss = gpt(tokens(), torch.full((2, 48), IGNORE))
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad.abs().max() == 0 for p in gpt.parameters())
+
+
+def test_dropout_is_off_in_validation_and_on_in_training():
+    gpt = new_gpt("gpt2", dropout=0.5)
+    idx = tokens()
+    assert torch.equal(gpt.eval()(idx), gpt(idx))
+    assert not torch.equal(gpt.train()(idx), gpt(idx))
+    for p in (gpt.transformer.drop, *[block.drop for block in gpt.transformer.h]):
+        p.p = 0.0
+    assert not torch.equal(gpt(idx), gpt(idx))  # that of the attention weights
+
+
+# ---------------------------------------------------------------------------------------------------
+# settings that cannot be built
+
+@pytest.mark.parametrize("settings, named", [
+    (dict(arch="gpt3"), "arch"), (dict(attention="linear"), "attention"), (dict(n_embd=65), "n_embd"), (dict(n_layer=0), "n_layer"),
+    (dict(n_kv_head=2), "n_kv_head"), (dict(qk_norm=True), "qk_norm"), (dict(arch="llama", n_kv_head=3), "n_kv_head"),
+    (dict(arch="llama", n_embd=20), "n_head"), (dict(arch="llama", rope_theta=-1.0), "rope_theta"), (dict(dropout=1.0), "dropout"),
+])
+def test_what_cannot_be_built_is_refused_by_name(settings, named):
+    with pytest.raises(ValueError, match=f"^{named}="):
+        GPTConfig(**{**SMALL, **settings})
+
+
+def test_more_tokens_than_positions_are_refused():
+    with pytest.raises(ValueError, match="max_seq_len=48"):
+        new_gpt("llama")(tokens(length=49))

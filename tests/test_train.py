@@ -1,0 +1,280 @@
+"""The base path as a user starts it: prepare, train, resume, several ranks, compiled, sample."""
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import TINY, read_log, refused, run, write_shards
+from model import GPT, GPTConfig
+from test_model import transformers_twin
+
+
+LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
+
+
+def load(out_dir):
+    return torch.load(out_dir / "ckpt.pt", weights_only=True)
+
+
+def same(a, b):
+    """Equal to the last bit, for nested dicts and lists of tensors and plain values."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.fixture(scope="module")
+def trained(shards, tmp_path_factory):
+    """One run of 20 steps that several tests look at, and what it printed."""
+    out_dir = tmp_path_factory.mktemp("run") / "out"
+    return out_dir, run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={out_dir}")
+
+
+def test_a_run_learns_logs_and_leaves_a_checkpoint_that_samples(trained):
+    out_dir, output = trained
+    log = read_log(out_dir, "train_loss", "val_loss", "lr", "grad_norm", "recompiles", "tokens", "val_bpb", "val_ppl")
+    assert all(("train_loss", i) in log for i in range(1, 21)) and all(("val_loss", i) in log for i in (0, 10, 20))
+    assert log["train_loss", 1] == pytest.approx(math.log(384), rel=0.03)
+    assert log["val_loss", 20] < log["val_loss", 10] < log["val_loss", 0]
+    assert log["val_ppl", 20] == pytest.approx(math.exp(log["val_loss", 20]), rel=1e-4)
+    assert log["tokens", 20] == 20 * 4 * 2 * 32
+    assert "sample" in output and "settings given: n_layer=2" in output and "loss curve:" in output
+    assert (out_dir / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+    checkpoint = load(out_dir)
+    assert {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config", "rows_seen"} <= checkpoint.keys()
+    assert checkpoint["iter_num"] == 20 and checkpoint["rows_seen"] == 160
+    assert checkpoint["config"] == json.loads((out_dir / "config.json").read_text())
+    GPT(GPTConfig(**checkpoint["model_args"])).load_state_dict(checkpoint["model"])
+
+    text = run("sample.py", f"--checkpoint={out_dir}/ckpt.pt", "--prompt=the cat", "--num_samples=2", "--max_new_tokens=20", "--dtype=float32")
+    assert f"step 20, val loss {log['val_loss', 20]:.4f}" in text and text.count("the cat") == 2
+    prompt = out_dir / "prompt.txt"
+    prompt.write_text("then it ran")
+    assert "then it ran" in run("sample.py", f"--checkpoint={out_dir}", f"--prompt=FILE:{prompt}", "--max_new_tokens=3", "--temperature=0")
+
+
+def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, trained):
+    """The order of the data, the mean over a step, clipping, schedule, groups and AdamW, written out once more."""
+    torch.manual_seed(1337)
+    twin = transformers_twin(GPT(GPTConfig(**load(trained[0])["model_args"])))
+    matrices = [p for p in twin.parameters() if p.dim() > 1]
+    vectors = [p for p in twin.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+                                  betas=(0.9, 0.95), foreach=False, fused=False)
+    tokens = np.fromfile(shards / "train_000000.bin", dtype=np.uint16)[512:].astype(np.int64)
+    order = np.random.default_rng((1337, 0)).permutation((len(tokens) - 1) // 32)
+    log = read_log(trained[0], "train_loss", "grad_norm")
+    for step in range(20):
+        rows = torch.stack([torch.from_numpy(tokens[32 * i:32 * i + 33]) for i in order[8 * step:8 * step + 8]])
+        loss = F.cross_entropy(twin(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (step + 1) / 2 if step < 2 else \
+                6e-5 + (3e-3 - 6e-5) * 0.5 * (1 + math.cos(math.pi * (step - 2) / 18))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert log["train_loss", step + 1] == pytest.approx(loss.item(), abs=1e-5)
+        assert log["grad_norm", step + 1] == pytest.approx(norm.item(), rel=1e-3)
+
+
+def test_bits_per_byte_are_those_of_the_scored_tokens(shards, trained):
+    """bytes tokenizer: each token is a byte but <|endoftext|>, which is none."""
+    from prepare_data import Windows
+    log = read_log(trained[0], "val_loss", "val_bpb")
+    _, y = Windows(str(shards), "val", 32)[range(16)]  # eval_iters * batch_size rows
+    assert log["val_bpb", 20] == pytest.approx(log["val_loss", 20] * y.size / math.log(2) / (y < 256).sum(), rel=1e-4)
+
+
+def test_validation_loss_is_the_mean_over_its_tokens(shards, trained):
+    from prepare_data import Windows
+    checkpoint = load(trained[0])
+    gpt = GPT(GPTConfig(**checkpoint["model_args"])).eval()
+    gpt.load_state_dict(checkpoint["model"])
+    x, y = map(torch.from_numpy, Windows(str(shards), "val", 32)[range(16)])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(gpt(x.contiguous()).flatten(0, 1), y.flatten())
+    assert checkpoint["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("extra", [[], [*LLAMA, "--dropout=0.1"]], ids=["gpt2", "llama_dropout"])
+def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra):
+    args = [*TINY, *extra, f"--data_dir={shards}", "--eval_interval=5", "--lr_decay_iters=20", "--sample_tokens=0"]
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole")
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=5")
+    for stop in (15, 20):  # no setting but these is repeated: the others come from the checkpoint
+        output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}")
+        assert "changed on resume: max_iters" in output
+    whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
+    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss"):
+        assert same(whole[key], parts[key]), key
+    assert read_log(tmp_path / "whole", "train_loss", "val_loss") == read_log(tmp_path / "parts", "train_loss", "val_loss")
+
+
+def test_two_ranks_train_the_model_of_one(shards, trained, tmp_path):
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/two", ranks=2)
+    one, two = (read_log(out_dir, "train_loss", "val_loss", "grad_norm") for out_dir in (trained[0], tmp_path / "two"))
+    assert one.keys() == two.keys() and len(one) == 2 * 20 + 3
+    for key in one:
+        assert one[key] == pytest.approx(two[key], abs=1e-5), key
+    assert not [name for name in load(tmp_path / "two")["model"] if name.startswith(("module.", "_orig_mod."))]
+
+
+def test_accumulation_does_not_change_the_model(shards, trained, tmp_path):
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--batch_size=1", "--gradient_accumulation_steps=8")
+    one, other = (read_log(out_dir, "train_loss") for out_dir in (trained[0], tmp_path / "o"))
+    assert all(one[key] == pytest.approx(other[key], abs=1e-5) for key in one)
+
+
+@pytest.mark.parametrize("extra, ranks", [([], 1), (LLAMA, 2)], ids=["gpt2", "llama_two_ranks"])
+def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, extra, ranks):
+    """Inductor itself, over training, validation, sampling and saving; fullgraph=True makes a graph break an error."""
+    for name, compile in (("eager", False), ("compiled", True)):
+        output = run("train_gpt2.py", *TINY, *extra, f"--data_dir={shards}", f"--out_dir={tmp_path / name}", f"--compile={compile}",
+                     ranks=ranks)
+        assert "WARNING" not in output and ("compiled in" in output) == compile
+    eager, compiled = (read_log(tmp_path / name, "train_loss", "val_loss", "recompiles") for name in ("eager", "compiled"))
+    assert eager.keys() == compiled.keys()
+    for key, value in compiled.items():
+        assert value == 0 if key[0] == "recompiles" else value == pytest.approx(eager[key], rel=1e-3), key
+    assert not [name for name in load(tmp_path / "compiled")["model"] if name.startswith(("module.", "_orig_mod."))]
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/compiled", "--compile=False", "--max_iters=22")
+
+
+def test_a_recompile_is_seen():
+    import runtime
+    double = torch.compile(lambda x: 2 * x, dynamic=False, backend="eager")
+    before = runtime.graphs_compiled()
+    for shape, expected in (((2, 3), 1), ((2, 3), 1), ((2, 4), 2)):
+        double(torch.ones(shape))
+        assert runtime.graphs_compiled() - before == expected
+
+
+def test_without_a_compiler_it_goes_on_uncompiled_and_says_so(shards, tmp_path):
+    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--compile=True", "--max_iters=2",
+                 env={"CXX": "no-such-compiler"})
+    assert "WARNING: torch.compile cannot work here" in output and "done:" in output
+
+
+def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
+    reference = read_log(trained[0], "val_loss")["val_loss", 20]
+    for dtype in ("float16", "bfloat16"):
+        run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}")
+        log = read_log(tmp_path / dtype, "val_loss", "loss_scale")
+        assert log["val_loss", 20] == pytest.approx(reference, rel=0.05)
+        assert (("loss_scale", 20) in log) == (dtype == "float16")
+
+
+def test_a_step_that_is_not_finite_is_skipped(shards, tmp_path):
+    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--learning_rate=1e30", "--warmup_iters=0",
+                 "--grad_clip=0", "--max_iters=4", "--sample_tokens=0")
+    assert "not finite and is skipped, 1 so far" in output
+    assert read_log(tmp_path / "o", "skipped")["skipped", 4] >= 1
+    assert all(tensor.isfinite().all() for tensor in load(tmp_path / "o")["model"].values())
+
+
+def test_wsd_and_another_runs_weights(shards, trained, tmp_path):
+    output = run("train_gpt2.py", f"--init_from={trained[0]}/ckpt.pt", f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_seq_len=16",
+                 "--batch_size=4", "--max_iters=10", "--lr_schedule=wsd", "--wsd_decay_frac=0.5", "--warmup_iters=0", "--learning_rate=1e-3",
+                 "--min_lr=0", "--log_interval=1", "--eval_iters=4", "--compile=False", "--dtype=float32", "--device=cpu")
+    log = read_log(tmp_path / "o", "lr", "val_loss")
+    assert log["val_loss", 0] < 3 and "2 layers" in output
+    assert [log["lr", i] for i in (1, 5, 6, 7, 10)] == pytest.approx([1e-3, 1e-3, 1e-3, 8e-4, 2e-4])
+
+
+def test_ready_made_shards_train_without_conversion(gpt2_vocabulary, tmp_path):
+    """The field's own names, and no meta.json: the tokens are gpt2's."""
+    data = write_shards(tmp_path / "data", "gpt2", train=5000, val=1000)
+    (data / "meta.json").unlink()
+    (data / "train_000000.bin").rename(data / "fineweb_train_000001.bin")
+    (data / "val_000000.bin").rename(data / "fineweb_val_000000.bin")
+    output = run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path}/o", "--max_iters=3")
+    assert "vocabulary 50304 (gpt2)" in output
+    assert read_log(tmp_path / "o", "train_loss")["train_loss", 1] == pytest.approx(math.log(50304), rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------
+# what is refused, each in one line
+
+@pytest.mark.parametrize("args, words", [
+    (["--data_dir=nowhere"], ["data_dir=nowhere", "prepare_data.py"]),
+    (["--max_seq_len=100000"], ["max_seq_len=100000"]),
+    (["--device=cuda:7"], ["device=cuda:7"]), (["--device=tpu"], ["device=tpu", "auto, cpu"]),
+    (["--n_head=3"], ["n_embd=32", "n_head=3"]), (["--qk_norm=True"], ["qk_norm", "llama"]),
+    (["--batch_size=0"], ["batch_size=0"]), (["--beta2=1.0"], ["beta2=1.0"]), (["--warmup_iters=30"], ["warmup_iters=30"]),
+    (["--init_from=nowhere.pt"], ["nowhere.pt", "no checkpoint"]), (["--init_from=resume"], ["no checkpoint"]),
+    (["--n_layers=3"], ["n_layers", "did you mean --n_layer"]),
+])
+def test_mistakes_are_refused_in_one_line(shards, tmp_path, args, words):
+    line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", *args)
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "o" / "ckpt.pt").exists()
+
+
+def test_an_out_dir_that_cannot_be_written_is_found_before_training(shards, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert "out_dir=" in refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/file/o")
+
+
+def test_ranks_that_do_not_divide_are_refused_with_the_values_that_do(shards, tmp_path):
+    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--gradient_accumulation_steps=3", ranks=2, code=1)
+    assert "error: --gradient_accumulation_steps=3: does not divide by 2 ranks; 2 or 4 would" in output
+
+
+def test_another_runs_checkpoint_is_not_overwritten_unless_told(shards, trained, tmp_path):
+    before = (trained[0] / "ckpt.pt").read_bytes()
+    line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={trained[0]}")
+    assert "resume" in line and "overwrite" in line and (trained[0] / "ckpt.pt").read_bytes() == before
+    for overwrite in (False, True):
+        run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=3", f"--overwrite={overwrite}")
+    assert len(read_log(tmp_path / "o", "train_loss")) == 3 and not (tmp_path / "o" / "log.jsonl").read_text().count('"iter": 10,')
+
+
+def test_a_resumed_run_keeps_its_model_and_data(shards, trained, tmp_path):
+    resume = ["--init_from=resume", f"--out_dir={trained[0]}", "--max_iters=30"]
+    for setting in ("n_layer=3", "max_seq_len=16", "seed=1", "arch=llama"):
+        line = refused("train_gpt2.py", *resume, f"--{setting}")
+        assert setting in line, line
+    other = write_shards(tmp_path / "other", seed=1)
+    assert "train shards are not those" in refused("train_gpt2.py", *resume, f"--data_dir={other}")
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps({**meta, "vocab_size": 50304}))
+    assert "vocab_size" in refused("train_gpt2.py", *resume, f"--data_dir={other}")
+
+
+def test_data_of_another_tokenizer_is_refused(gpt2_vocabulary, trained, tmp_path):
+    data = write_shards(tmp_path / "data", "gpt2", train=5000, val=1000)
+    line = refused("train_gpt2.py", f"--init_from={trained[0]}/ckpt.pt", f"--data_dir={data}", f"--out_dir={tmp_path}/o")
+    assert "gpt2" in line and "bytes" in line
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(shards, tmp_path):
+    args = [*TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}"]
+    run("train_gpt2.py", *args)
+    (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:1000])
+    output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=21")
+    assert "ckpt.pt cannot be read" in output and "going on from the checkpoint before it" in output and "done:" in output
+    (tmp_path / "ckpt.pt").write_bytes(b"")
+    (tmp_path / "ckpt_prev.pt").write_bytes(b"PK")
+    assert "no checkpoint that can be read" in refused("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}")
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--checkpoint=nowhere"], ["nowhere"]), (["--prompt=FILE:nowhere.txt"], ["nowhere.txt"]), (["--temperature=-1"], ["temperature"]),
+    (["--top_p=0"], ["top_p"]), (["--num_samples=0"], ["num_samples"]),
+])
+def test_sample_refuses_in_one_line(trained, args, words):
+    line = refused("sample.py", f"--checkpoint={trained[0]}", *args)
+    assert all(word in line for word in words)
+
+
+def test_sample_says_what_it_does_with_a_long_prompt(trained):
+    output = run("sample.py", f"--checkpoint={trained[0]}", "--prompt=" + 20 * "the cat ", "--max_new_tokens=5")
+    assert "the prompt has 161 tokens, the model 32 positions" in output
+    assert "forget the beginning" in run("sample.py", f"--checkpoint={trained[0]}", "--prompt=the", "--max_new_tokens=60", "--temperature=0", "--top_k=0")
