@@ -76,17 +76,21 @@ config, given = configure(globals())
 # ---------------------------------------------------------------------------------------------------
 # settings that a checkpoint brings along
 MODEL = ("arch", "n_layer", "n_head", "n_embd", "n_kv_head", "qk_norm", "intermediate_size", "rope_theta")
-THIS_START = ("out_dir", "init_from", "overwrite")
 resuming = init_from == "resume"
 checkpoint = None
 if init_from != "scratch":
-    checkpoint = runtime.load_checkpoint(out_dir if resuming else init_from)
-    if resuming:
-        config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "seed", *MODEL), per_start=THIS_START)
-        globals().update(config)
+    source = out_dir if resuming else init_from
+    checkpoint = runtime.load_checkpoint(source)
     for name in MODEL:
         if name in given and given[name] != checkpoint["model_args"][name]:
-            fail(f"--{name}={given[name]}: the model in {init_from} has {checkpoint['model_args'][name]}")
+            fail(f"--{name}={given[name]}: the model in {source} has {checkpoint['model_args'][name]}")
+        config[name] = checkpoint["model_args"][name]
+    if resuming:
+        config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "seed"),
+                                       per_start=("out_dir", "init_from", "overwrite", *MODEL))
+    elif "max_seq_len" not in given:
+        config["max_seq_len"] = checkpoint["model_args"]["max_seq_len"]
+    globals().update(config)
 
 # ---------------------------------------------------------------------------------------------------
 # process

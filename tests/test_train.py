@@ -184,7 +184,7 @@ def test_wsd_and_another_runs_weights(shards, trained, tmp_path):
                  "--batch_size=4", "--max_iters=10", "--lr_schedule=wsd", "--wsd_decay_frac=0.5", "--warmup_iters=0", "--learning_rate=1e-3",
                  "--min_lr=0", "--log_interval=1", "--eval_iters=4", "--compile=False", "--dtype=float32", "--device=cpu")
     log = read_log(tmp_path / "o", "lr", "val_loss")
-    assert log["val_loss", 0] < 3 and "2 layers" in output
+    assert log["val_loss", 0] < 4.5 and "2 layers" in output
     assert [log["lr", i] for i in (1, 5, 6, 7, 10)] == pytest.approx([1e-3, 1e-3, 1e-3, 8e-4, 2e-4])
 
 
@@ -250,7 +250,7 @@ def test_a_resumed_run_keeps_its_model_and_data(shards, trained, tmp_path):
 
 def test_data_of_another_tokenizer_is_refused(gpt2_vocabulary, trained, tmp_path):
     data = write_shards(tmp_path / "data", "gpt2", train=5000, val=1000)
-    line = refused("train_gpt2.py", f"--init_from={trained[0]}/ckpt.pt", f"--data_dir={data}", f"--out_dir={tmp_path}/o")
+    line = refused("train_gpt2.py", f"--init_from={trained[0]}/ckpt.pt", f"--data_dir={data}", f"--out_dir={tmp_path}/o", "--max_seq_len=16")
     assert "gpt2" in line and "bytes" in line
 
 
