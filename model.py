@@ -25,7 +25,7 @@ LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 1024 * 50304 float32
 @dataclass
 class GPTConfig:
     arch: str = "gpt2"  # gpt2 | llama
-    attention: str = "mha"  # mha
+    attention: str = "mha"  # mha (multi-head, or grouped-query with n_kv_head) | mla (multi-head latent)
     max_seq_len: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 128: faster matmuls, room for chat tokens
     n_layer: int = 12
@@ -35,6 +35,11 @@ class GPTConfig:
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     intermediate_size: Optional[int] = None  # width of the MLP; None: 4 C, llama: 8/3 C up to a multiple of 64
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
+    kv_lora_rank: Optional[int] = None  # mla: width of the latent that keys and values are made from; None: 128
+    q_lora_rank: Optional[int] = None  # mla, llama: width of a latent for the queries; None: queries straight from x
+    qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query and key without position; None: hd - the rope's
+    qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part, its key shared by the heads; None: hd / 2
+    v_head_dim: Optional[int] = None  # mla: width of a head's value; None: hd
     dropout: float = 0.0
 
     def __post_init__(self):
@@ -55,9 +60,40 @@ class GPTConfig:
             for name, value, default in (("n_kv_head", self.n_kv_head, self.n_head), ("qk_norm", self.qk_norm, False)):
                 refuse_unless(value in (None, default), f"{name}={value}: arch='gpt2' has no such thing, arch='llama' has")
         else:
-            refuse_unless((self.n_embd // self.n_head) % 2 == 0, f"n_head={self.n_head}: rotary positions need an even "
+            refuse_unless(self.attention == "mla" or (self.n_embd // self.n_head) % 2 == 0, f"n_head={self.n_head}: rotary positions need an even "
                           f"n_embd / n_head, got {self.n_embd // self.n_head}")
             refuse_unless(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive number")
+        hd = self.n_embd // self.n_head
+        mla = dict(kv_lora_rank=128, qk_rope_head_dim=hd // 2 // 2 * 2 if self.arch == "llama" else 0, v_head_dim=hd)
+        if self.attention == "mla":
+            # The defaults make a head's query and key (nope + rope) as wide as its value. Where they differ, SDPA's flash
+            # kernels decline: on CUDA it takes its memory-efficient one, on CPUs the plain one with the T x T weights.
+            for name, default in mla.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, default)
+            if self.qk_nope_head_dim is None:
+                self.qk_nope_head_dim = hd - self.qk_rope_head_dim
+            refuse_unless(1 <= self.kv_lora_rank <= self.n_embd, f"kv_lora_rank={self.kv_lora_rank}: expected 1 to n_embd={self.n_embd}")
+            refuse_unless(self.q_lora_rank is None or 1 <= self.q_lora_rank <= self.n_embd,
+                          f"q_lora_rank={self.q_lora_rank}: expected None or 1 to n_embd={self.n_embd}")
+            refuse_unless(self.v_head_dim >= 1, f"v_head_dim={self.v_head_dim}: expected at least 1")
+            refuse_unless(self.qk_nope_head_dim >= 1, f"qk_nope_head_dim={self.qk_nope_head_dim}: expected at least 1")
+            refuse_unless(self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim >= 0,
+                          f"qk_rope_head_dim={self.qk_rope_head_dim}: expected an even number, positions turn pairs")
+            if self.arch == "gpt2":
+                refuse_unless(self.qk_rope_head_dim == 0, f"qk_rope_head_dim={self.qk_rope_head_dim}: arch='gpt2' learns its "
+                              f"positions and rotates nothing; expected None or 0")
+                refuse_unless(self.q_lora_rank is None, f"q_lora_rank={self.q_lora_rank}: only arch='llama' has it")
+                for name in ("qk_nope_head_dim", "v_head_dim"):  # so that it is a GPT-2 once keys and values are multiplied out
+                    refuse_unless(getattr(self, name) == hd, f"{name}={getattr(self, name)}: arch='gpt2' has n_embd / n_head = {hd}")
+            else:
+                refuse_unless(self.qk_rope_head_dim > 0, "qk_rope_head_dim=0: without a rotated part arch='llama' has no positions")
+                refuse_unless(not self.qk_norm, "qk_norm=True: attention='mla' normalises its latents instead")
+            refuse_unless(self.n_kv_head in (None, self.n_head), f"n_kv_head={self.n_kv_head}: attention='mla' shares one latent, "
+                          f"not heads")
+        else:
+            for name in (*mla, "q_lora_rank", "qk_nope_head_dim"):
+                refuse_unless(getattr(self, name) is None, f"{name}={getattr(self, name)}: only attention='mla' has it")
         self.n_kv_head = self.n_kv_head or self.n_head
         refuse_unless(self.n_head % self.n_kv_head == 0,
                       f"n_kv_head={self.n_kv_head}: expected a divisor of n_head={self.n_head}")
@@ -154,7 +190,78 @@ def rotate(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-ATTENTION = {"gpt2": {"mha": GPT2Attention}, "llama": {"mha": LlamaAttention}}
+class MLA(nn.Module):
+    """
+    Multi-head latent attention (DeepSeek-V2, section 2.1; its names). What the keys and values of all heads are made
+    from is one latent of kv_lora_rank numbers a token, c = kv_a(x), and for each head k_nope = W_k c and v = W_v c.
+    llama: RMSNorm on the latent, and since W_k cannot be absorbed (below) through a rotation, positions have a
+    part of their own: qk_rope_head_dim more numbers in each query, and one such key a token, shared by the heads.
+    gpt2: positions are in x already, so there is no such part; no norm, and biases where they do something: one on
+    keys adds the same to all of a query's scores, one on values adds a constant that c_proj's own bias can be.
+
+    Training expands k and v and is ordinary attention. Decoding caches c and the rotated key alone and *absorbs* the
+    up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is taken into latent space once and
+    meets the cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s), sums latents first
+    and goes up once. What remains is attention with one key, [c, k_rope], for all heads, whose value is c itself.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        c, bias = config, config.arch == "gpt2"
+        self.n_head, self.rank, self.dropout = c.n_head, c.kv_lora_rank, c.dropout
+        self.nope, self.rope, self.v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        q_width = c.n_head * (self.nope + self.rope)
+        if c.q_lora_rank is None:
+            self.q_proj = nn.Linear(c.n_embd, q_width, bias=bias)
+        else:
+            self.q_a_proj = nn.Linear(c.n_embd, c.q_lora_rank, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
+            self.q_b_proj = nn.Linear(c.q_lora_rank, q_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, self.rank + self.rope, bias=False)
+        self.kv_a_layernorm = nn.Identity() if bias else nn.RMSNorm(self.rank, eps=1e-6)
+        self.kv_b_proj = nn.Linear(self.rank, c.n_head * (self.nope + self.v), bias=False)
+        self.o_proj = nn.Linear(c.n_head * self.v, c.n_embd, bias=bias)
+
+    def new_cache(self, batch, length, **like):
+        return [torch.zeros(batch, length, self.rank + self.rope, **like)]
+
+    def forward(self, x, rope, positions, mask, cache):
+        B, T, _ = x.shape
+        q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).float()))
+        q = q.view(B, T, self.n_head, self.nope + self.rope)
+        q_nope, q_pe = q.split([self.nope, self.rope], dim=-1)
+        latent, k_pe = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
+        latent = self.kv_a_layernorm(latent.float()).type_as(q)  # (B, T, rank)
+        if self.rope:
+            q_pe = rotate(neighbours_to_halves(q_pe.float()), rope).type_as(q)
+            k_pe = rotate(neighbours_to_halves(k_pe.float())[:, :, None], rope)[:, :, 0].type_as(q)  # (B, T, rope)
+        if cache is not None:
+            keys, = write_cache(cache, positions, torch.cat((latent, k_pe), dim=-1))
+            return self.o_proj(self.absorbed(q_nope, q_pe, keys, mask))
+        k_nope, v = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope + self.v).split([self.nope, self.v], dim=-1)
+        q = torch.cat((q_nope, q_pe), dim=-1)
+        k = torch.cat((k_nope, k_pe[:, :, None].expand(-1, -1, self.n_head, -1)), dim=-1)
+        return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+
+    def absorbed(self, q_nope, q_pe, keys, mask):
+        """Attention over cached keys (B, S, rank + rope), without building a key or a value of any head -> (B, T, nh * v)."""
+        B, T = q_nope.shape[:2]
+        up = self.kv_b_proj.weight.view(self.n_head, self.nope + self.v, self.rank).to(q_nope.dtype)
+        up_k, up_v = up.split([self.nope, self.v], dim=1)
+        q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
+        q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)  # (B, T * nh, rank + rope): heads are but more queries
+        scores = (q @ keys.type_as(q).transpose(1, 2)).float() / math.sqrt(self.nope + self.rope)
+        scores = scores.view(B, T, self.n_head, -1).masked_fill(~mask.transpose(1, 2), -math.inf)
+        summed = scores.softmax(-1).type_as(q).flatten(1, 2) @ keys[..., :self.rank].type_as(q)  # (B, T * nh, rank)
+        return torch.einsum("bthr,hdr->bthd", summed.view(B, T, self.n_head, self.rank), up_v).flatten(2)
+
+
+def neighbours_to_halves(x):
+    """DeepSeek's weights rotate neighbours, (x[2i], x[2i + 1]): puts them where `rotate` looks for a pair."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+ATTENTION = {"gpt2": {"mha": GPT2Attention, "mla": MLA}, "llama": {"mha": LlamaAttention, "mla": MLA}}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -272,8 +379,9 @@ class GPT(nn.Module):
             self.transformer["wpe"] = nn.Embedding(config.max_seq_len, config.n_embd)
             self.lm_head.weight = self.transformer.wte.weight
         else:
-            table = rope_table(config.max_seq_len, config.n_embd // config.n_head, config.rope_theta)
-            self.register_buffer("rope_cos", table.cos(), persistent=False)  # (max_seq_len, hd / 2)
+            rotated = config.qk_rope_head_dim or config.n_embd // config.n_head  # all of a head, but with mla
+            table = rope_table(config.max_seq_len, rotated, config.rope_theta)
+            self.register_buffer("rope_cos", table.cos(), persistent=False)  # (max_seq_len, rotated / 2)
             self.register_buffer("rope_sin", table.sin(), persistent=False)
         self.init_weights()
 
@@ -342,8 +450,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self):
         """Training FLOPs a token: 6 per weight plus 12 n_layer T C for attention (Chowdhery et al. 2022, appendix B)."""
-        c = self.config
-        return 6 * self.matmul_params() + 12 * c.n_layer * c.max_seq_len * c.n_embd
+        c, hd = self.config, self.config.n_embd // self.config.n_head
+        widths = (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim) if c.attention == "mla" else 2 * hd  # of q . k and p . v
+        return 6 * self.matmul_params() + 6 * c.n_layer * c.max_seq_len * c.n_head * widths
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(),

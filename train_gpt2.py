@@ -43,6 +43,7 @@ gradient_accumulation_steps: int = 8  # micro-batches of a step, over all ranks:
 max_seq_len: int = 1024  # tokens of a row; a step takes batch_size * gradient_accumulation_steps * max_seq_len
 # model
 arch: Literal["gpt2", "llama"] = "gpt2"  # see model.py
+attention: Literal["mha", "mla"] = "mha"  # multi-head, or multi-head latent
 n_layer: int = 12
 n_head: int = 12
 n_embd: int = 768
@@ -50,6 +51,11 @@ n_kv_head: Optional[int] = None  # llama: key/value heads; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
 intermediate_size: Optional[int] = None  # width of the MLP; None: 4 n_embd, for llama 8/3 n_embd
 rope_theta: float = 10000.0  # llama: base of the rotary frequencies
+kv_lora_rank: Optional[int] = None  # mla: width of the latent that is cached for each token; None: 128
+q_lora_rank: Optional[int] = None  # mla, llama: width of a latent for the queries; None: they have none
+qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query without the rotated part; None: fills up n_embd / n_head
+qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
+v_head_dim: Optional[int] = None  # mla: width of a head's value; None: n_embd / n_head
 dropout: float = 0.0
 # AdamW
 learning_rate: float = 6e-4  # peak
@@ -75,7 +81,8 @@ config, given = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------
 # settings that a checkpoint brings along
-MODEL = ("arch", "n_layer", "n_head", "n_embd", "n_kv_head", "qk_norm", "intermediate_size", "rope_theta")
+MODEL = ("arch", "n_layer", "n_head", "n_embd", "n_kv_head", "qk_norm", "intermediate_size", "rope_theta",
+         "attention", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 resuming = init_from == "resume"
 checkpoint = None
 if init_from != "scratch":

@@ -15,6 +15,9 @@ VARIANTS = {
     "llama": dict(arch="llama"),
     "llama_gqa": dict(arch="llama", n_kv_head=2),
     "qwen3": dict(arch="llama", n_kv_head=2, qk_norm=True),
+    "gpt2_mla": dict(arch="gpt2", attention="mla", kv_lora_rank=24),
+    "llama_mla": dict(arch="llama", attention="mla", kv_lora_rank=24),
+    "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12),
 }
 
 
@@ -28,12 +31,21 @@ def new_gpt(variant, seed=0, **changes):
 
 
 def transformers_twin(gpt):
-    """transformers' model of the same architecture with the same weights."""
-    c = gpt.config
+    """transformers' model of the same architecture with the same weights; for gpt2 with mla, keys and values multiplied out."""
+    c, state = gpt.config, to_hf(gpt.state_dict(), gpt.config.arch)
+    if c.attention == "mla" and c.arch == "gpt2":
+        state = multiplied_out(gpt)
     if c.arch == "gpt2":
         twin = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=c.vocab_size, n_positions=c.max_seq_len, n_embd=c.n_embd, n_layer=c.n_layer, n_head=c.n_head,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    elif c.attention == "mla":
+        twin = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
+            vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
+            num_attention_heads=c.n_head, num_key_value_heads=c.n_head, intermediate_size=c.intermediate_size,
+            q_lora_rank=c.q_lora_rank, kv_lora_rank=c.kv_lora_rank, qk_nope_head_dim=c.qk_nope_head_dim,
+            qk_rope_head_dim=c.qk_rope_head_dim, v_head_dim=c.v_head_dim, first_k_dense_replace=c.n_layer,
+            rms_norm_eps=1e-5, rope_theta=c.rope_theta, tie_word_embeddings=False))
     else:
         kind, settings = (transformers.Qwen3ForCausalLM, transformers.Qwen3Config) if c.qk_norm else \
                          (transformers.LlamaForCausalLM, transformers.LlamaConfig)
@@ -41,8 +53,25 @@ def transformers_twin(gpt):
             vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
             num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.n_embd // c.n_head,
             intermediate_size=c.intermediate_size, rms_norm_eps=1e-5, rope_theta=c.rope_theta, tie_word_embeddings=False))
-    twin.load_state_dict(to_hf(gpt.state_dict(), c.arch))
+    twin.load_state_dict(state)
     return twin
+
+
+def multiplied_out(gpt):
+    """gpt2 with mla as a GPT-2: k = (W_k W_a) x and v = (W_v W_a) x, no bias on either."""
+    c, state = gpt.config, {}
+    for name, tensor in to_hf(gpt.state_dict(), "gpt2").items():
+        if ".attn." not in name:
+            state[name] = tensor
+    for i, block in enumerate(gpt.transformer.h):
+        attn = block.attn
+        up = attn.kv_b_proj.weight.view(c.n_head, -1, c.kv_lora_rank)  # (nh, k and v, rank)
+        k, v = (part.flatten(0, 1) @ attn.kv_a_proj_with_mqa.weight for part in up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1))
+        state[f"transformer.h.{i}.attn.c_attn.weight"] = torch.cat((attn.q_proj.weight, k, v)).t()
+        state[f"transformer.h.{i}.attn.c_attn.bias"] = torch.cat((attn.q_proj.bias, torch.zeros(2 * c.n_embd)))
+        state[f"transformer.h.{i}.attn.c_proj.weight"] = attn.o_proj.weight.t()
+        state[f"transformer.h.{i}.attn.c_proj.bias"] = attn.o_proj.bias
+    return state
 
 
 def tokens(batch=2, length=48, seed=1):
@@ -59,6 +88,9 @@ def test_logits_and_gradients_equal_transformers(variant):
 
     gpt(idx, targets).backward()
     F.cross_entropy(theirs.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    if variant == "gpt2_mla":  # the twin has W_k W_a where we have two matrices: compare what is before all attention
+        assert (gpt.transformer.wpe.weight.grad - twin.transformer.wpe.weight.grad).abs().max() < 1e-4
+        return
     their_gradients = from_hf({name: p.grad for name, p in twin.named_parameters()}, gpt.config.arch)
     for name, p in gpt.named_parameters():
         assert (p.grad - their_gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
@@ -175,12 +207,22 @@ def test_dropout_is_off_in_validation_and_on_in_training():
 # ---------------------------------------------------------------------------------------------------
 # settings that cannot be built
 
-@pytest.mark.parametrize("settings, named", [
-    (dict(arch="gpt3"), "arch"), (dict(attention="linear"), "attention"), (dict(n_embd=65), "n_embd"), (dict(n_layer=0), "n_layer"),
-    (dict(n_kv_head=2), "n_kv_head"), (dict(qk_norm=True), "qk_norm"), (dict(arch="llama", n_kv_head=3), "n_kv_head"),
-    (dict(arch="llama", n_embd=20), "n_head"), (dict(arch="llama", rope_theta=-1.0), "rope_theta"), (dict(dropout=1.0), "dropout"),
+LLAMA, MLA = dict(arch="llama"), dict(attention="mla", kv_lora_rank=8)
+
+
+@pytest.mark.parametrize("named, settings", [
+    ("arch", dict(arch="gpt3")), ("attention", dict(attention="linear")), ("n_embd", dict(n_embd=65)), ("n_layer", dict(n_layer=0)),
+    ("dropout", dict(dropout=1.0)),
+    ("n_kv_head", dict(n_kv_head=2)), ("qk_norm", dict(qk_norm=True)),  # gpt2 has neither
+    ("n_kv_head", LLAMA | dict(n_kv_head=3)), ("n_head", LLAMA | dict(n_embd=20)), ("rope_theta", LLAMA | dict(rope_theta=-1.0)),
+    ("kv_lora_rank", dict(kv_lora_rank=8)), ("q_lora_rank", LLAMA | dict(q_lora_rank=8)), ("v_head_dim", LLAMA | dict(v_head_dim=8)),  # mha
+    ("kv_lora_rank", MLA | dict(kv_lora_rank=0)), ("kv_lora_rank", MLA | dict(kv_lora_rank=65)),
+    ("q_lora_rank", MLA | dict(q_lora_rank=8)), ("qk_rope_head_dim", MLA | dict(qk_rope_head_dim=8)), ("v_head_dim", MLA | dict(v_head_dim=8)),
+    ("q_lora_rank", LLAMA | MLA | dict(q_lora_rank=0)), ("q_lora_rank", LLAMA | MLA | dict(q_lora_rank=65)),
+    ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=7)), ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=0)),
+    ("qk_norm", LLAMA | MLA | dict(qk_norm=True)), ("n_kv_head", LLAMA | MLA | dict(n_kv_head=2)), ("v_head_dim", LLAMA | MLA | dict(v_head_dim=0)),
 ])
-def test_what_cannot_be_built_is_refused_by_name(settings, named):
+def test_what_cannot_be_built_is_refused_by_name(named, settings):
     with pytest.raises(ValueError, match=f"^{named}="):
         GPTConfig(**{**SMALL, **settings})
 

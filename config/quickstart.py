@@ -1,0 +1,19 @@
+# A GPT that learns to write Python in minutes on two CPU cores: 3.3M parameters, 1.8M bytes of the standard library.
+#   python prepare_data.py --dataset=python && python train_gpt2.py config/quickstart.py
+out_dir = "out-quickstart"
+data_dir = "data/python"
+arch = "llama"
+qk_norm = True  # with it the learning rate can be twice as high
+n_layer = 4
+n_head = 4
+n_embd = 256
+max_seq_len = 256
+batch_size = 8
+gradient_accumulation_steps = 1
+learning_rate = 6e-3
+min_lr = 0.0
+warmup_iters = 50
+max_iters = 900
+eval_interval = 300
+eval_iters = 64
+sample_tokens = 400
