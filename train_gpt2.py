@@ -278,6 +278,8 @@ if compiled is not orig_model:  # both graphs are made now: one that is made lat
         compiled.eval()(x, y).item()
     compiled.train()
     runtime.print_once(f"compiled in {time.time() - t0:.0f} s")
+    if rank == 0:
+        runtime.write_log(out_dir, event="compiled", seconds=time.time() - t0)
 graphs_expected = runtime.graphs_compiled()
 flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
 

@@ -76,4 +76,4 @@ def refused(script, *args):
 def read_log(out_dir, *keys):
     """{(key, iter): value} of a run's log.jsonl."""
     entries = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines())
-    return {(key, entry["iter"]): entry[key] for entry in entries for key in keys if key in entry}
+    return {(key, entry["iter"]): entry[key] for entry in entries for key in keys if "iter" in entry and key in entry}
