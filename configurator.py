@@ -14,7 +14,6 @@ A config file is Python and is run as such: read one before you use it.
 """
 import ast
 import difflib
-import math
 import os
 import re
 import runpy
@@ -72,8 +71,8 @@ def read_config_file(path, script):
     try:
         values = runpy.run_path(path)
     except Exception as error:
-        at_fault = traceback.extract_tb(error.__traceback__)[-1]
-        line = error.lineno if isinstance(error, SyntaxError) else at_fault.lineno
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = lines[-1] if lines else getattr(error, "lineno", None)  # none of the file's ran: its syntax is wrong
         fail(f"{path}, line {line}: {type(error).__name__}: {error}")
     return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
@@ -106,7 +105,7 @@ def check(name, value, settings, script, where):
             if any(value == c and type(value) is type(c) for c in typing.get_args(kind)):
                 return value
         elif kind is float:
-            if type(value) in (int, float) and math.isfinite(value):
+            if type(value) in (int, float) and abs(value) <= sys.float_info.max:  # neither nan nor inf
                 return float(value)
         elif type(value) is kind:  # not isinstance: True is no int here
             return value

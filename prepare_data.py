@@ -1,8 +1,8 @@
-"""
+r"""
 Text -> token shards. A Hugging Face data set (streamed), local files, or the text Python brings along:
 
     python prepare_data.py --max_tokens=1000000000                   # FineWeb-Edu, its first billion tokens
-    python prepare_data.py --files='dir/*.parquet' --data_dir=data/mine   # also .jsonl, .jsonl.gz, .txt ...
+    python prepare_data.py --files='dir/*.parquet' --data_dir=data/mine   # also .jsonl, .txt (line ends become \n), and .gz
     python prepare_data.py --dataset=python                          # the standard library; nothing is downloaded
 
 Documents become one stream of tokens, <|endoftext|> before each, cut into shards of a fixed size; the first
@@ -92,14 +92,14 @@ def read_shard(path):
     size = os.path.getsize(path)
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if len(header) < HEADER_INTS or header[0] != MAGIC:
-        fail(f"{path}: not a token shard ({size} bytes, no magic number {MAGIC} at its start); remove it or run "
-             f"prepare_data.py again")
+        fail(f"{path}: not a token shard ({size} bytes, no magic number {MAGIC} at its start); if it was one, remove the "
+             f"folder and run prepare_data.py again")
     if header[1] != VERSION:
         fail(f"{path}: shard version {header[1]}, expected {VERSION}")
     expected = 4 * HEADER_INTS + 2 * int(header[2])
     if size != expected or header[2] < 1:
         fail(f"{path}: damaged shard: its header says {header[2]} tokens, {expected} bytes, but it has {size} bytes; "
-             f"run prepare_data.py again")
+             f"remove the folder and run prepare_data.py again")
     return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(int(header[2]),))
 
 
@@ -107,6 +107,8 @@ def read_meta(data_dir):
     """meta.json of a folder of shards; where there is none, the shards are gpt2's, as the field's ready-made ones are."""
     path = Path(data_dir) / "meta.json"
     if not path.exists():
+        if (path.parent / "progress.json").exists():
+            fail(f"data_dir={data_dir}: its preparation was interrupted; give the same prepare_data.py command again")
         return {"tokenizer": "gpt2", "vocab_size": 50304}
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -178,12 +180,14 @@ def rows_to_windows(rows, n, seed):
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json", "json": "json", "txt": "text"}  # suffix -> reader in `datasets`
 
 
+class WorkStopped(Exception):
+    """The source, a worker or the disk gave up. Not failed on the spot: the progress bar has to be closed first."""
+
+
 def dataset_batches(data, column, state):
     """A streamed `datasets` data set, 64 documents at a time."""
-    if data.column_names and column not in data.column_names:
-        fail(f"--text_column={column}: no such column; the source has {', '.join(data.column_names)}")
-    data = data.select_columns([column])
     try:
+        data = data.select_columns([column])
         if state is not None:
             data.load_state_dict(state)
         batches = iter(data.iter(batch_size=64))
@@ -195,8 +199,8 @@ def dataset_batches(data, column, state):
             yield state, batch[column]
     except Exception as error:  # the library raises what its readers, the file system and the network raise
         cause = error.__cause__ or error
-        fail(f"the source could not be read on: {type(cause).__name__}: {cause}; what is written stays, and the same "
-             f"command goes on from there")
+        raise WorkStopped(f"the source could not be read on: {type(cause).__name__}: {cause}; what is written stays, and "
+                          f"the same command goes on from there")
 
 
 def python_batches(state):
@@ -284,7 +288,7 @@ def write_shards(batches, progress, data_dir, max_tokens, num_proc, bar):
         state, job = pending.popleft()
         tokens, starts, empty = job.result()
         position, skip = skip, 0  # the first `skip` tokens lie in shards that an earlier start wrote
-        counts["empty"] += empty if position == 0 else 0
+        counts["empty"] += empty if position == 0 and counts["tokens"] < max_tokens else 0
         while position < len(tokens) and counts["tokens"] < max_tokens:
             name, capacity = shard_name(counts["shards"], recipe["shard_size"], recipe["val_tokens"])
             piece = tokens[position:position + min(capacity - filled, max_tokens - counts["tokens"])]
@@ -312,7 +316,8 @@ def write_shards(batches, progress, data_dir, max_tokens, num_proc, bar):
             while pending:
                 take_batch()
         except BrokenProcessPool:
-            fail("a tokenizer process died (out of memory?): start again with a lower --num_proc; what is written stays")
+            raise WorkStopped("a tokenizer process died (out of memory?): start again with a lower --num_proc; what is "
+                              "written stays")
     if filled:  # the last shard is as long as what is left, and not in progress.json: more may follow
         write_shard(shard_name(counts["shards"], recipe["shard_size"], recipe["val_tokens"])[0])
     return counts
@@ -333,25 +338,31 @@ if __name__ == "__main__":
     config, given = configure(globals())
 
     # what was asked for
-    if files and "dataset" in given:
+    if files is not None and "dataset" in given:
         fail(f"--files={files} and --dataset={dataset}: give one of them")
+    if shard_size > 2 ** 31 - 1:
+        fail(f"--shard_size={shard_size}: expected at most {2 ** 31 - 1}, the most that a shard's header can say")
     for name in ("max_tokens", "val_tokens", "shard_size", "num_proc"):
         if config[name] is not None and config[name] < 1:
             fail(f"--{name}={config[name]}: expected at least 1")
     if max_tokens is not None and max_tokens <= val_tokens:
         fail(f"--max_tokens={max_tokens}: the first --val_tokens={val_tokens} are for validation, so none would be left "
              f"to train on; raise the one or lower the other")
-    from_python = dataset == "python" and not files
+    from_python = dataset == "python" and files is None
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     get_tokenizer(tokenizer)  # fetched once, before the workers want it
     num_proc = num_proc or os.cpu_count()
     dataset_config = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
 
     # the source, and the recipe that a second start must share
-    if files:
-        paths = sorted({path for pattern in files.split(",") for path in glob.glob(pattern.strip(), recursive=True)})
-        if not paths:
-            fail(f"--files={files}: no such file")
+    if files is not None:
+        paths = set()
+        for pattern in map(str.strip, files.split(",")):
+            found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+            if not found:
+                fail(f"--files={files}: {pattern}: no such file")
+            paths.update(found)
+        paths = sorted(paths)
         kinds = {next((FILE_KINDS[s] for s in path.lower().split(".")[:0:-1] if s in FILE_KINDS), path) for path in paths}
         if len(kinds) > 1 or not kinds <= set(FILE_KINDS.values()):
             fail(f"--files: expected files of one kind, .{', .'.join(FILE_KINDS)}, also with .gz or .zst behind; "
@@ -373,24 +384,28 @@ if __name__ == "__main__":
                 "counts": {"shards": 0, "documents": 0, "tokens": 0, "bytes": 0, "empty": 0}}
     try:
         os.makedirs(data_dir, exist_ok=True)
+        written = glob.glob(f"{glob.escape(data_dir)}/*.bin")
+        earlier = None
         if os.path.exists(f"{data_dir}/progress.json"):
             earlier = json.load(open(f"{data_dir}/progress.json", encoding="utf-8"))
-            differs = [key for key in recipe if earlier["recipe"].get(key) != recipe[key]]
-            if differs:
-                fail(f"--data_dir={data_dir}: holds shards prepared with another {' and '.join(differs)} "
-                     f"({', '.join(str(earlier['recipe'].get(key)) for key in differs)[:200]}); "
-                     f"give another --data_dir or remove it")
+        differs = [key for key in recipe if earlier and earlier["recipe"].get(key) != recipe[key]]
+        if earlier and not differs:
             progress = earlier
-        elif glob.glob(f"{glob.escape(data_dir)}/*.bin"):
+        elif earlier and written:
+            fail(f"--data_dir={data_dir}: holds shards prepared with another {' and '.join(differs)} "
+                 f"({', '.join(str(earlier['recipe'].get(key)) for key in differs)[:200]}); "
+                 f"give another --data_dir or remove it")
+        elif written:
             fail(f"--data_dir={data_dir}: holds shards that this script did not write; give another --data_dir")
         else:
             write_atomically(f"{data_dir}/progress.json", json.dumps(progress, indent=1).encode())
     except (OSError, ValueError, KeyError) as error:
         fail(f"--data_dir={data_dir}: {type(error).__name__}: {error}")
     done = read_meta(data_dir) if os.path.exists(f"{data_dir}/meta.json") else None
-    if done and (done["exhausted"] or wanted <= done["tokens"]):
-        if wanted < done["tokens"]:
-            fail(f"--max_tokens={max_tokens}: {data_dir} holds {done['tokens']} tokens already; give another --data_dir")
+    held = max(progress["counts"]["tokens"], done["tokens"] if done else 0)
+    if wanted < held:
+        fail(f"--max_tokens={max_tokens}: {data_dir} holds {held} tokens already; give another --data_dir")
+    if done and (done["exhausted"] or wanted == done["tokens"]):
         print(f"{data_dir} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
         raise SystemExit(0)
 
@@ -400,9 +415,10 @@ if __name__ == "__main__":
         batches = python_batches(progress["state"])
     else:
         print(f"opening {files or dataset} ...", flush=True)
+        os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, a second for nothing
         import datasets  # here and not above: training runs without it
         try:
-            if files:
+            if files is not None:
                 kind = kinds.pop()
                 data = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True,
                                              **({"sample_by": "document"} if kind == "text" else {}))
@@ -416,6 +432,8 @@ if __name__ == "__main__":
                 text_bytes = splits[dataset_split].num_bytes if dataset_split in splits else None
         except Exception as error:  # as in dataset_batches
             fail(f"{files or dataset} cannot be opened: {type(error).__name__}: {error}")
+        if data.column_names and text_column not in data.column_names:
+            fail(f"--text_column={text_column}: no such column; the source has {', '.join(data.column_names)}")
         batches = dataset_batches(data, text_column, progress["state"])
     total = max_tokens
     if text_bytes:  # 4.2 bytes a token: measured on text of FineWeb-Edu's kind
@@ -430,15 +448,22 @@ if __name__ == "__main__":
         print(f"going on behind {progress['counts']['shards']} whole shards, {progress['counts']['tokens']:,} tokens")
 
     # the work
+    if done:
+        os.remove(f"{data_dir}/meta.json")  # more tokens were asked for: what it says is about to change
     from tqdm import tqdm  # comes with datasets
     start, before = time.time(), progress["counts"]["tokens"]
-    with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:
-        counts = write_shards(batches, progress, data_dir, wanted, num_proc, bar)
+    try:
+        with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:
+            counts = write_shards(batches, progress, data_dir, wanted, num_proc, bar)
+    except WorkStopped as error:
+        fail(error)
+    except OSError as error:
+        fail(f"--data_dir={data_dir}: {error}; what is written stays, and the same command goes on from there")
     if counts["tokens"] <= val_tokens:
         for path in glob.glob(f"{glob.escape(data_dir)}/val_*.bin") + [f"{data_dir}/progress.json"]:
             os.remove(path)
         fail(f"--val_tokens={val_tokens}: the source has only {counts['tokens']} tokens, so none are left to train on; "
-             f"try --val_tokens={max(1, counts['tokens'] // 10)}")
+             + (f"try --val_tokens={counts['tokens'] // 10}" if counts["tokens"] >= 10 else "that is no text"))
     meta = {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(get_tokenizer(tokenizer)),
             "documents": counts["documents"], "tokens": counts["tokens"], "bytes": counts["bytes"],
             "source": source, "exhausted": counts["tokens"] < wanted}

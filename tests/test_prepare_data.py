@@ -1,4 +1,4 @@
-"""Text to shards and shards to windows: every token accounted for, whatever interrupts the work or is wrong with the source."""
+"""Text to shards, shards to windows: every token is accounted for, whatever interrupts the work or is wrong with the source."""
 import ast
 import gzip
 import json
@@ -28,7 +28,8 @@ BYTES_EOT = 256
 
 def start(folder, *args):
     """The script as a process group of its own, with `folder` as its current one; nothing may come from a network."""
-    env = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "USE_TORCH": "0"}  # importing torch takes a second
+    env = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1",
+           "USE_TORCH": "0"}  # `datasets` imports torch where it is, which takes longer than all the rest
     env.pop("RANK", None)
     return subprocess.Popen([sys.executable, SCRIPT, *args], cwd=folder, env=env, start_new_session=True, text=True,
                             encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -185,14 +186,14 @@ def test_the_standard_library_is_a_source(tmp_path):
 # ---------------------------------------------------------------------------------------------------
 # the same bytes, whatever happens
 
-PYTHON = ["--dataset=python", "--val_tokens=2500", "--shard_size=2000", "--num_proc=1"]
+PYTHON = ["--dataset=python", "--val_tokens=62500", "--shard_size=50000", "--num_proc=1"]
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """A folder with `undisturbed`: 21,000 tokens in 2 shards of val and 10 of train, the last one half full."""
+    """A folder with `undisturbed`: 537,500 tokens in 2 shards of val and 10 of train, the last one half full."""
     folder = tmp_path_factory.mktemp("python")
-    prepare(folder, *PYTHON, "--max_tokens=21500", "--data_dir=undisturbed")
+    prepare(folder, *PYTHON, "--max_tokens=537500", "--data_dir=undisturbed")
     assert len(list((folder / "undisturbed").glob("*.bin"))) == 12
     return folder
 
@@ -252,7 +253,7 @@ runpy.run_path(script, run_name="__main__")
     (24, 12, 11)])  # all is there but meta.json
 def test_killed_between_two_renames_makes_the_same_bytes(python, renames, shards, known):
     data_dir = python / f"killed{renames}"
-    command = [*PYTHON, "--max_tokens=21500", f"--data_dir={data_dir.name}"]
+    command = [*PYTHON, "--max_tokens=537500", f"--data_dir={data_dir.name}"]
     killed = subprocess.run([sys.executable, "-c", KILLED_AT_RENAME, str(renames), SCRIPT, *command], cwd=python,
                             start_new_session=True, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -263,33 +264,33 @@ def test_killed_between_two_renames_makes_the_same_bytes(python, renames, shards
 
 
 def test_val_is_the_same_however_much_is_prepared(python):
-    prepare(python, *PYTHON, "--max_tokens=9000", "--data_dir=less")
+    prepare(python, *PYTHON, "--max_tokens=225000", "--data_dir=less")
     val = read_shards(python / "less", "val")
-    assert [len(shard) for shard in val] == [2000, 500]
+    assert [len(shard) for shard in val] == [50000, 12500]
     assert np.array_equal(np.concatenate(val), np.concatenate(read_shards(python / "undisturbed", "val")))
-    assert np.array_equal(all_tokens(python / "less"), all_tokens(python / "undisturbed")[:9000])
+    assert np.array_equal(all_tokens(python / "less"), all_tokens(python / "undisturbed")[:225000])
 
 
 def test_raised_max_tokens_goes_on(python):
-    for max_tokens in (2501, 9000):
+    for max_tokens in (62501, 225000):
         prepare(python, *PYTHON, f"--max_tokens={max_tokens}", "--data_dir=raised")
         assert len(all_tokens(python / "raised")) == read_meta(python / "raised")["tokens"] == max_tokens
-    assert "going on behind" in prepare(python, *PYTHON, "--max_tokens=21500", "--data_dir=raised")
+    assert "going on behind" in prepare(python, *PYTHON, "--max_tokens=537500", "--data_dir=raised")
     assert contents(python / "raised") == contents(python / "undisturbed")
-    assert "prepared already" in prepare(python, *PYTHON, "--max_tokens=21500", "--data_dir=raised")
+    assert "prepared already" in prepare(python, *PYTHON, "--max_tokens=537500", "--data_dir=raised")
     assert contents(python / "raised") == contents(python / "undisturbed")
 
 
 @pytest.mark.parametrize("change", [
-    "--max_tokens=21499", "--max_tokens=3000", "--val_tokens=2400", "--shard_size=2001", "--tokenizer=gpt2", "--text_column=x",
-    "--files=a.txt"])
+    "--max_tokens=537499", "--max_tokens=100000", "--val_tokens=62400", "--shard_size=50001", "--tokenizer=gpt2",
+    "--text_column=x", "--files=a.txt"])
 def test_other_settings_in_the_same_folder_are_refused(python, change, request):
     if "gpt2" in change:
         request.getfixturevalue("gpt2_vocabulary")
-    (python / "a.txt").write_text("text " * 10000)
+    (python / "a.txt").write_text("text " * 20000)
     before = contents(python / "undisturbed")
     source = ["--tokenizer=bytes", *PYTHON[1:]] if "files" in change else PYTHON
-    line = refusal(python, *source, "--max_tokens=21500", "--data_dir=undisturbed", change)
+    line = refusal(python, *source, "--max_tokens=537500", "--data_dir=undisturbed", change)
     assert "undisturbed" in line and "give another --data_dir" in line
     key = change[2:].split("=")[0]
     assert key.replace("files", "source") in line
@@ -300,7 +301,7 @@ def test_lowered_max_tokens_is_refused_before_the_end_too(python):
     shutil.copytree(python / "undisturbed", python / "unfinished")
     (python / "unfinished" / "meta.json").unlink()
     before = contents(python / "unfinished")
-    assert "--max_tokens=5000" in refusal(python, *PYTHON, "--max_tokens=5000", "--data_dir=unfinished")
+    assert "--max_tokens=100000" in refusal(python, *PYTHON, "--max_tokens=100000", "--data_dir=unfinished")
     assert contents(python / "unfinished") == before
 
 
@@ -335,12 +336,6 @@ def test_a_mistake_is_named(tmp_path, args, parts):
     line = refusal(tmp_path, "--tokenizer=bytes", *args)
     assert all(part in line for part in parts), line
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.skipif(os.name == "posix" and os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_named(tmp_path):
-    (tmp_path / "locked").mkdir(mode=0o555)
-    assert "PermissionError" in refusal(tmp_path, *PYTHON, "--data_dir=locked/out")
 
 
 def test_an_earlier_start_that_cannot_be_read_is_named(tmp_path):
