@@ -243,6 +243,11 @@ def load_model(path, device):
 # ---------------------------------------------------------------------------------------------------
 # the log
 
+def printable(text):
+    """Text as a model may write it, without the control characters that would upset a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def write_log(out_dir, **figures):
     """Appends one line to out_dir/log.jsonl; floats are rounded to 6 significant digits but for the losses."""
     for key, value in figures.items():
@@ -263,6 +268,7 @@ def plot_logs(paths, picture):
         return None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
     figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120)
     for i, path in enumerate(paths):
         lines = {}
@@ -278,6 +284,7 @@ def plot_logs(paths, picture):
                 label = f"{name}: {key.replace('_', ' ')}" + (f", last {points[-1][1]:.3f}" if key == "val_loss" else "")
                 axis.plot(*zip(*points), color=f"C{i}", label=label, **style)
     axis.set(xlabel="tokens", ylabel="loss (nats per token)")
+    axis.xaxis.set_major_formatter(EngFormatter())
     axis.grid(alpha=0.3)
     axis.legend()
     figure.tight_layout()

@@ -64,5 +64,5 @@ for i in range(num_samples):
         for token, in model.generate([ids], max_new_tokens, temperature, top_k, top_p, min_p, [tokenizer.eot_token],
                                      None if seed is None else seed + i, tokenizer.n_vocab):
             if token != tokenizer.eot_token:
-                print(decoder.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+                print(runtime.printable(decoder.decode(tokenizer.decode_single_token_bytes(token))), end="", flush=True)
     print(decoder.decode(b"", final=True) + (f"\n{END_OF_TEXT}" if token == tokenizer.eot_token else ""))

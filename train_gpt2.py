@@ -237,7 +237,7 @@ def sample():
         for token, in orig_model.generate([ids], sample_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
                                           stop_ids=[tokenizer.eot_token], n_vocab=tokenizer.n_vocab):
             ids.append(token)
-    return tokenizer.decode(ids[1:]).removesuffix(END_OF_TEXT)
+    return runtime.printable(tokenizer.decode(ids[1:]).removesuffix(END_OF_TEXT))
 
 
 def save():
