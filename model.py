@@ -404,15 +404,17 @@ class GPT(nn.Module):
             else:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, idx, targets=None, positions=None, cache=None):
+    def forward(self, idx, targets=None, positions=None, mask=None, cache=None):
         """
         idx: (B, T) int64 token ids, T <= max_seq_len.
         targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the
         caller divides by the targets of its whole step, however many calls and ranks that takes.
         No targets -> logits (B, T, V).
         positions: (B, T) int64, where each token stands; None: 0 .. T - 1.
+        mask: (B, 1, T, T) boolean, True where a query (third) may look at a key (fourth); None: causal. A row of several
+        texts packed together has one that is causal within each text, and positions that restart with each.
         cache: from new_cache; keys and values are written there at `positions`, and each query sees what the
-        cache holds at or before its own position. Needs positions.
+        cache holds at or before its own position. Needs positions and no mask.
         """
         T = idx.size(1)
         if T > self.config.max_seq_len:
@@ -424,7 +426,6 @@ class GPT(nn.Module):
         else:
             where = slice(T) if positions is None else positions
             rope = [table[where].view(-1, T, 1, table.size(1)) for table in (self.rope_cos, self.rope_sin)]
-        mask = None
         if cache is not None:
             S = cache[0][0].size(1)
             mask = (torch.arange(S, device=idx.device) <= positions[..., None])[:, None]  # (B, 1, T, S)
@@ -538,20 +539,42 @@ HF_NAMES = {
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
-def to_hf(state_dict, arch):
-    """Our state dict under Hugging Face's names and in its layout, for GPT2LMHeadModel, Llama- or Qwen3ForCausalLM."""
-    return _rename(state_dict, arch, [(ours, theirs) for ours, theirs in HF_NAMES[arch]])
+def to_hf(state_dict, config):
+    """
+    A state dict of ours under Hugging Face's names and in its layout. gpt2 -> GPT2LMHeadModel, with mla too, its keys
+    and values multiplied out; llama -> LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla DeepseekV3ForCausalLM.
+    """
+    if config.arch == "gpt2" and config.attention == "mla":
+        state_dict = multiply_out(state_dict, config)
+    return rename(state_dict, config, HF_NAMES[config.arch])
 
 
-def from_hf(state_dict, arch):
-    """The reverse of to_hf."""
-    return _rename(state_dict, arch, [(theirs, ours) for ours, theirs in HF_NAMES[arch]])
+def from_hf(state_dict, config):
+    """The reverse of to_hf; gpt2 with mla has none, its latent is gone."""
+    if config.arch == "gpt2" and config.attention == "mla":
+        raise ValueError("attention='mla': a GPT2LMHeadModel holds multiplied-out keys and values, not the latent they came from")
+    return rename(state_dict, config, [(theirs, ours) for ours, theirs in HF_NAMES[config.arch]])
 
 
-def _rename(state_dict, arch, table):
+def rename(state_dict, config, table):
     renamed = {}
     for name, tensor in state_dict.items():
         for old, new in table:
             name = name.replace(old, new)
-        renamed[name] = tensor.t() if arch == "gpt2" and name.endswith(CONV1D) else tensor
+        renamed[name] = tensor.t() if config.arch == "gpt2" and name.endswith(CONV1D) else tensor
     return renamed
+
+
+def multiply_out(state_dict, config):
+    """The state dict of gpt2 with mla as that of a plain gpt2: k = (W_k W_a) x, v = (W_v W_a) x, for each head. The small cache is lost."""
+    plain = {name: tensor for name, tensor in state_dict.items() if ".attn." not in name}
+    for i in range(config.n_layer):
+        attn = f"transformer.h.{i}.attn."
+        down = state_dict[attn + "kv_a_proj_with_mqa.weight"]  # (rank, C)
+        up = state_dict[attn + "kv_b_proj.weight"].view(config.n_head, 2, -1, config.kv_lora_rank)  # head, key or value, hd, rank
+        k, v = (up[:, part].flatten(0, 1) @ down for part in (0, 1))  # (C, C)
+        plain[attn + "c_attn.weight"] = torch.cat((state_dict[attn + "q_proj.weight"], k, v))
+        plain[attn + "c_attn.bias"] = torch.cat((state_dict[attn + "q_proj.bias"], torch.zeros(2 * config.n_embd).type_as(down)))
+        for kind in ("weight", "bias"):
+            plain[attn + "c_proj." + kind] = state_dict[attn + "o_proj." + kind]
+    return plain

@@ -172,26 +172,32 @@ def print_once(*words):
 # ---------------------------------------------------------------------------------------------------
 # checkpoints
 
-def prepare_out_dir(out_dir, keep, overwrite):
+CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")  # the newest, and the one before it
+
+
+def check_out_dir(out_dir, keep, overwrite):
     """
     Finds out before training, not after, whether checkpoints can be written to out_dir. One that lies there already
-    is refused, unless `keep` (the run goes on from it) or `overwrite` (it is removed).
+    is refused, unless `keep` (the run goes on from it) or `overwrite`.
     """
-    checkpoints = [Path(out_dir) / name for name in ("ckpt.pt", "ckpt_prev.pt") if (Path(out_dir) / name).exists()]
-    if checkpoints and not keep and not overwrite:
-        fail(f"--out_dir={out_dir}: holds a checkpoint, {checkpoints[0]}: go on from it with --init_from=resume, replace "
-             f"it with --overwrite=True, or give another --out_dir")
-    if int(os.environ.get("RANK", 0)) != 0:
-        return
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        probe = Path(out_dir) / "ckpt.pt.tmp"
-        probe.write_bytes(b"can be written")
-        probe.unlink()
-        for path in [] if keep else [*checkpoints, Path(out_dir) / "log.jsonl"]:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        fail(f"--out_dir={out_dir}: cannot be written: {error}")
+    for name in CHECKPOINTS:
+        if (Path(out_dir) / name).exists() and not keep and not overwrite:
+            fail(f"--out_dir={out_dir}: holds a checkpoint, {name}: go on from it with --init_from=resume, replace it with "
+                 f"--overwrite=True, or give another --out_dir")
+    if int(os.environ.get("RANK", 0)) == 0:
+        try:
+            os.makedirs(out_dir, exist_ok=True)
+            probe = Path(out_dir) / "ckpt.pt.tmp"
+            probe.write_bytes(b"can be written")
+            probe.unlink()
+        except OSError as error:
+            fail(f"--out_dir={out_dir}: cannot be written: {error}")
+
+
+def clear_out_dir(out_dir):
+    """Removes what another run left in out_dir. Called when nothing can be refused any more."""
+    for name in (*CHECKPOINTS, "log.jsonl"):
+        (Path(out_dir) / name).unlink(missing_ok=True)
 
 
 def save_checkpoint(out_dir, checkpoint):
@@ -199,7 +205,7 @@ def save_checkpoint(out_dir, checkpoint):
     checkpoint (dict of tensors and plain values) -> out_dir/ckpt.pt, and the one before it -> ckpt_prev.pt. At every
     moment at least one of the two is whole: the new one is on disk before the old one is renamed.
     """
-    path, previous, temporary = (Path(out_dir) / name for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt.pt.tmp"))
+    path, previous, temporary = (Path(out_dir) / name for name in (*CHECKPOINTS, "ckpt.pt.tmp"))
     with open(temporary, "wb") as f:
         torch.save(checkpoint, f)
         f.flush()
@@ -215,7 +221,7 @@ def load_checkpoint(path):
     Where ckpt.pt is missing or damaged, the one before it is taken, and said.
     """
     path = Path(path)
-    candidates = [path / "ckpt.pt", path / "ckpt_prev.pt"] if path.is_dir() else [path]
+    candidates = [path / name for name in CHECKPOINTS] if path.is_dir() else [path]
     for candidate in candidates:
         if not candidate.exists():
             continue

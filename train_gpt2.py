@@ -124,7 +124,7 @@ rows_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = rows_per_step * max_seq_len
 compute_dtype = runtime.pick_dtype(dtype, compute_device)
 autocast = runtime.autocast(compute_device, compute_dtype)
-runtime.prepare_out_dir(out_dir, keep=resuming, overwrite=overwrite)
+runtime.check_out_dir(out_dir, keep=resuming, overwrite=overwrite)
 
 # ---------------------------------------------------------------------------------------------------
 # data
@@ -261,6 +261,8 @@ runtime.print_once(
 changed = ", ".join(f"{name}={value}" for name, value in given.items())
 runtime.print_once(f"settings given: {changed or 'none, all defaults'}")
 if rank == 0:
+    if not resuming:
+        runtime.clear_out_dir(out_dir)
     with open(f"{out_dir}/config.json", "w", encoding="utf-8") as f:
         json.dump(config, f, indent=1)
     if resuming:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
 from prepare_data import get_tokenizer, padded_vocab_size, shard_header  # noqa: E402
 
 

@@ -48,6 +48,22 @@ def test_cached_logits_equal_uncached(variant):
     assert (torch.cat(parts, 1) - full).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("variant, fraction", [("gpt2_mla", 1 / 10), ("llama_mla", 1 / 8)])
+def test_mla_caches_the_latent_alone_and_builds_no_key_or_value_from_it(variant, fraction):
+    """At GPT-2 124M's size, from the tensors themselves; kv_b_proj is what would build them."""
+    size = dict(n_layer=12, n_head=12, n_embd=768, max_seq_len=16)
+    mla = new_gpt(variant, **size, kv_lora_rank=128).eval()
+    mha = new_gpt(variant.removesuffix("_mla"), **size)
+    a, b = (sum(tensor.nbytes for layer in gpt.new_cache(1, 1) for tensor in layer) for gpt in (mla, mha))
+    assert a <= fraction * b
+
+    def forbidden(*_):
+        raise AssertionError("a key or value was built from the cache")
+    for block in mla.transformer.h:
+        block.attn.kv_b_proj.register_forward_hook(forbidden)
+    assert len(list(mla.generate(PROMPTS, 5))) == 5
+
+
 def test_a_full_context_goes_on_from_its_last_part():
     gpt = new_lively_gpt("llama")  # 48 positions
     prompt = list(range(100, 140))

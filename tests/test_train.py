@@ -13,6 +13,7 @@ from test_model import transformers_twin
 
 
 LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
+MLA = ["--attention=mla", "--kv_lora_rank=8"]
 
 
 def load(out_dir):
@@ -132,7 +133,8 @@ def test_accumulation_does_not_change_the_model(shards, trained, tmp_path):
     assert all(one[key] == pytest.approx(other[key], abs=1e-5) for key in one)
 
 
-@pytest.mark.parametrize("extra, ranks", [([], 1), (LLAMA, 2)], ids=["gpt2", "llama_two_ranks"])
+@pytest.mark.parametrize("extra, ranks", [([], 1), (LLAMA, 2), (MLA, 2), (["--arch=llama", *MLA, "--q_lora_rank=12"], 1)],
+                         ids=["gpt2", "llama_two_ranks", "gpt2_mla_two_ranks", "llama_mla"])
 def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, extra, ranks):
     """Inductor itself, over training, validation, sampling and saving; fullgraph=True makes a graph break an error."""
     for name, compile in (("eager", False), ("compiled", True)):
@@ -231,6 +233,8 @@ def test_another_runs_checkpoint_is_not_overwritten_unless_told(shards, trained,
     before = (trained[0] / "ckpt.pt").read_bytes()
     line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={trained[0]}")
     assert "resume" in line and "overwrite" in line and (trained[0] / "ckpt.pt").read_bytes() == before
+    refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={trained[0]}", "--overwrite=True", "--n_head=3")
+    assert (trained[0] / "ckpt.pt").read_bytes() == before  # another mistake comes first
     for overwrite in (False, True):
         run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=3", f"--overwrite={overwrite}")
     assert len(read_log(tmp_path / "o", "train_loss")) == 3 and not (tmp_path / "o" / "log.jsonl").read_text().count('"iter": 10,')
