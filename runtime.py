@@ -279,7 +279,10 @@ def plot_logs(paths, picture):
     for i, path in enumerate(paths):
         lines = {}
         for line in open(path, encoding="utf-8"):
-            entry = json.loads(line)
+            try:
+                entry = json.loads(line)
+            except ValueError:  # the half line of a run that was killed
+                continue
             for key in ("train_loss", "val_loss"):
                 if key in entry:
                     lines.setdefault(key, {})[entry["tokens"]] = entry[key]  # after a resume the later line counts

@@ -180,8 +180,8 @@ scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "flo
 iter_num, rows_seen, best_val_loss, val_loss = 0, 0, math.inf, math.inf
 if resuming:
     optimizer.load_state_dict(checkpoint.pop("optimizer"))
-    for group in optimizer.param_groups:  # these settings may have changed
-        group["betas"], group["weight_decay"] = (beta1, beta2), weight_decay if group["weight_decay"] else 0.0
+    for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
+        group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
     iter_num, rows_seen, best_val_loss = checkpoint["iter_num"], checkpoint["rows_seen"], checkpoint["best_val_loss"]
