@@ -55,7 +55,8 @@ def configure(namespace, argv=None):
     for flag in flags:
         name, equals, text = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or not equals:
-            fail(f"{flag!r}: a setting is given as --name=value{did_you_mean(flag.lstrip('-'), settings)}")
+            known = flag.lstrip("-") in settings
+            fail(f"{flag!r}: a setting is given as --name=value{'' if known else did_you_mean(flag.lstrip('-'), settings)}")
         if name not in settings:
             fail(f"--{name}: no such setting of {os.path.basename(script)}{did_you_mean(name, settings)}; "
                  f"--help lists them all")
@@ -68,6 +69,8 @@ def read_config_file(path, script):
     """The plain assignments of a config file, as a dict; imports and _names in it are left out."""
     if not os.path.isfile(path):
         fail(f"{path}: no such config file (a setting is given as --name=value)")
+    if not path.endswith(".py"):
+        fail(f"{path}: no config file, its name would end with .py; a setting is given as --name=value")
     try:
         values = runpy.run_path(path)
     except Exception as error:

@@ -35,7 +35,7 @@ class GPTConfig:
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     intermediate_size: Optional[int] = None  # width of the MLP; None: 4 C, llama: 8/3 C up to a multiple of 64
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
-    kv_lora_rank: Optional[int] = None  # mla: width of the latent that keys and values are made from; None: 128
+    kv_lora_rank: Optional[int] = None  # mla: width of the latent that keys and values are made from; None: 128, at most C / 2
     q_lora_rank: Optional[int] = None  # mla, llama: width of a latent for the queries; None: queries straight from x
     qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query and key without position; None: hd - the rope's
     qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part, its key shared by the heads; None: hd / 2
@@ -43,63 +43,24 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        """Fills in what is None and refuses what cannot be built (ValueError naming the setting)."""
-        def refuse_unless(ok, message):
-            if not ok:
-                raise ValueError(message)
-        refuse_unless(self.arch in ("gpt2", "llama"), f"arch={self.arch!r}: expected 'gpt2' or 'llama'")
-        refuse_unless(self.attention in ATTENTION[self.arch],
-                      f"attention={self.attention!r}: arch={self.arch!r} has {', '.join(ATTENTION[self.arch])}")
-        for name in ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "intermediate_size"):
-            value = getattr(self, name)
-            refuse_unless(value is None or value >= 1, f"{name}={value}: expected at least 1")
-        refuse_unless(self.n_embd % self.n_head == 0, f"n_embd={self.n_embd}: expected a multiple of "
-                      f"n_head={self.n_head}, e.g. {max(1, self.n_embd // self.n_head) * self.n_head}")
-        refuse_unless(0 <= self.dropout < 1, f"dropout={self.dropout}: expected a number from 0 to below 1")
-        if self.arch == "gpt2":
-            for name, value, default in (("n_kv_head", self.n_kv_head, self.n_head), ("qk_norm", self.qk_norm, False)):
-                refuse_unless(value in (None, default), f"{name}={value}: arch='gpt2' has no such thing, arch='llama' has")
-        else:
-            refuse_unless(self.attention == "mla" or (self.n_embd // self.n_head) % 2 == 0, f"n_head={self.n_head}: rotary positions need an even "
-                          f"n_embd / n_head, got {self.n_embd // self.n_head}")
-            refuse_unless(self.rope_theta > 0, f"rope_theta={self.rope_theta}: expected a positive number")
+        """Fills in what is None; what cannot be built is refused: ValueError, naming the setting."""
+        check_config(self)
         hd = self.n_embd // self.n_head
-        mla = dict(kv_lora_rank=128, qk_rope_head_dim=hd // 2 // 2 * 2 if self.arch == "llama" else 0, v_head_dim=hd)
-        if self.attention == "mla":
-            # The defaults make a head's query and key (nope + rope) as wide as its value. Where they differ, SDPA's flash
-            # kernels decline: on CUDA it takes its memory-efficient one, on CPUs the plain one with the T x T weights.
-            for name, default in mla.items():
-                if getattr(self, name) is None:
-                    setattr(self, name, default)
-            if self.qk_nope_head_dim is None:
-                self.qk_nope_head_dim = hd - self.qk_rope_head_dim
-            refuse_unless(1 <= self.kv_lora_rank <= self.n_embd, f"kv_lora_rank={self.kv_lora_rank}: expected 1 to n_embd={self.n_embd}")
-            refuse_unless(self.q_lora_rank is None or 1 <= self.q_lora_rank <= self.n_embd,
-                          f"q_lora_rank={self.q_lora_rank}: expected None or 1 to n_embd={self.n_embd}")
-            refuse_unless(self.v_head_dim >= 1, f"v_head_dim={self.v_head_dim}: expected at least 1")
-            refuse_unless(self.qk_nope_head_dim >= 1, f"qk_nope_head_dim={self.qk_nope_head_dim}: expected at least 1")
-            refuse_unless(self.qk_rope_head_dim % 2 == 0 and self.qk_rope_head_dim >= 0,
-                          f"qk_rope_head_dim={self.qk_rope_head_dim}: expected an even number, positions turn pairs")
-            if self.arch == "gpt2":
-                refuse_unless(self.qk_rope_head_dim == 0, f"qk_rope_head_dim={self.qk_rope_head_dim}: arch='gpt2' learns its "
-                              f"positions and rotates nothing; expected None or 0")
-                refuse_unless(self.q_lora_rank is None, f"q_lora_rank={self.q_lora_rank}: only arch='llama' has it")
-                for name in ("qk_nope_head_dim", "v_head_dim"):  # so that it is a GPT-2 once keys and values are multiplied out
-                    refuse_unless(getattr(self, name) == hd, f"{name}={getattr(self, name)}: arch='gpt2' has n_embd / n_head = {hd}")
-            else:
-                refuse_unless(self.qk_rope_head_dim > 0, "qk_rope_head_dim=0: without a rotated part arch='llama' has no positions")
-                refuse_unless(not self.qk_norm, "qk_norm=True: attention='mla' normalises its latents instead")
-            refuse_unless(self.n_kv_head in (None, self.n_head), f"n_kv_head={self.n_kv_head}: attention='mla' shares one latent, "
-                          f"not heads")
-        else:
-            for name in (*mla, "q_lora_rank", "qk_nope_head_dim"):
-                refuse_unless(getattr(self, name) is None, f"{name}={getattr(self, name)}: only attention='mla' has it")
         self.n_kv_head = self.n_kv_head or self.n_head
-        refuse_unless(self.n_head % self.n_kv_head == 0,
-                      f"n_kv_head={self.n_kv_head}: expected a divisor of n_head={self.n_head}")
         if self.intermediate_size is None:
             # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
             self.intermediate_size = 4 * self.n_embd if self.arch == "gpt2" else 64 * math.ceil(self.n_embd / 24)
+        if self.attention == "mla":
+            # A head's query and key, nope + rope, are as wide as its value. Where they differ, SDPA's flash kernels
+            # decline: CUDA has its memory-efficient one then, a CPU the plain one with all T x T weights.
+            if self.kv_lora_rank is None:
+                self.kv_lora_rank = min(128, self.n_embd // 2)
+            if self.qk_rope_head_dim is None:
+                self.qk_rope_head_dim = 0 if self.arch == "gpt2" else max(2, hd // 4 * 2)
+            if self.qk_nope_head_dim is None:
+                self.qk_nope_head_dim = max(1, hd - self.qk_rope_head_dim)
+            if self.v_head_dim is None:
+                self.v_head_dim = hd
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -107,7 +68,7 @@ class GPTConfig:
 
 def attend(q, k, v, mask, dropout):
     """
-    Softmax attention. q (B, T, nh, hd), k and v (B, S, nkv, hd) -> (B, T, nh * hd).
+    Softmax attention. q (B, T, nh, hd), k and v (B, S, nkv, hd) -> (B, T, nh * hd); v may have another width than q and k.
     mask: (B, 1, T, S) boolean, True where a query may look; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
@@ -196,8 +157,9 @@ class MLA(nn.Module):
     from is one latent of kv_lora_rank numbers a token, c = kv_a(x), and for each head k_nope = W_k c and v = W_v c.
     llama: RMSNorm on the latent, and since W_k cannot be absorbed (below) through a rotation, positions have a
     part of their own: qk_rope_head_dim more numbers in each query, and one such key a token, shared by the heads.
-    gpt2: positions are in x already, so there is no such part; no norm, and biases where they do something: one on
-    keys adds the same to all of a query's scores, one on values adds a constant that c_proj's own bias can be.
+    gpt2: positions are in x already, so there is no such part, and no norm. GPT-2's biases stay on the queries and the
+    output only: one on the keys would add the same number to all scores of a query, which softmax ignores, and one on the
+    values would add a constant to the output, which has a bias.
 
     Training expands k and v and is ordinary attention. Decoding caches c and the rotated key alone and *absorbs* the
     up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is taken into latent space once and
@@ -207,38 +169,38 @@ class MLA(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        c, bias = config, config.arch == "gpt2"
+        c, gpt2 = config, config.arch == "gpt2"
         self.n_head, self.rank, self.dropout = c.n_head, c.kv_lora_rank, c.dropout
-        self.nope, self.rope, self.v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        q_width = c.n_head * (self.nope + self.rope)
+        self.nope_dim, self.rope_dim, self.v_dim = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        q_width = c.n_head * (self.nope_dim + self.rope_dim)
         if c.q_lora_rank is None:
-            self.q_proj = nn.Linear(c.n_embd, q_width, bias=bias)
+            self.q_proj = nn.Linear(c.n_embd, q_width, bias=gpt2)
         else:
             self.q_a_proj = nn.Linear(c.n_embd, c.q_lora_rank, bias=False)
             self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
             self.q_b_proj = nn.Linear(c.q_lora_rank, q_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, self.rank + self.rope, bias=False)
-        self.kv_a_layernorm = nn.Identity() if bias else nn.RMSNorm(self.rank, eps=1e-6)
-        self.kv_b_proj = nn.Linear(self.rank, c.n_head * (self.nope + self.v), bias=False)
-        self.o_proj = nn.Linear(c.n_head * self.v, c.n_embd, bias=bias)
+        self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, self.rank + self.rope_dim, bias=False)
+        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(self.rank, eps=1e-6)
+        self.kv_b_proj = nn.Linear(self.rank, c.n_head * (self.nope_dim + self.v_dim), bias=False)
+        self.o_proj = nn.Linear(c.n_head * self.v_dim, c.n_embd, bias=gpt2)
 
     def new_cache(self, batch, length, **like):
-        return [torch.zeros(batch, length, self.rank + self.rope, **like)]
+        return [torch.zeros(batch, length, self.rank + self.rope_dim, **like)]
 
     def forward(self, x, rope, positions, mask, cache):
         B, T, _ = x.shape
         q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).float()))
-        q = q.view(B, T, self.n_head, self.nope + self.rope)
-        q_nope, q_pe = q.split([self.nope, self.rope], dim=-1)
-        latent, k_pe = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], dim=-1)
+        q = q.view(B, T, self.n_head, self.nope_dim + self.rope_dim)
+        q_nope, q_pe = q.split([self.nope_dim, self.rope_dim], dim=-1)
+        latent, k_pe = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope_dim], dim=-1)
         latent = self.kv_a_layernorm(latent.float()).type_as(q)  # (B, T, rank)
-        if self.rope:
+        if self.rope_dim:
             q_pe = rotate(neighbours_to_halves(q_pe.float()), rope).type_as(q)
             k_pe = rotate(neighbours_to_halves(k_pe.float())[:, :, None], rope)[:, :, 0].type_as(q)  # (B, T, rope)
         if cache is not None:
             keys, = write_cache(cache, positions, torch.cat((latent, k_pe), dim=-1))
             return self.o_proj(self.absorbed(q_nope, q_pe, keys, mask))
-        k_nope, v = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope + self.v).split([self.nope, self.v], dim=-1)
+        k_nope, v = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope_dim + self.v_dim).split([self.nope_dim, self.v_dim], dim=-1)
         q = torch.cat((q_nope, q_pe), dim=-1)
         k = torch.cat((k_nope, k_pe[:, :, None].expand(-1, -1, self.n_head, -1)), dim=-1)
         return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
@@ -246,11 +208,11 @@ class MLA(nn.Module):
     def absorbed(self, q_nope, q_pe, keys, mask):
         """Attention over cached keys (B, S, rank + rope), without building a key or a value of any head -> (B, T, nh * v)."""
         B, T = q_nope.shape[:2]
-        up = self.kv_b_proj.weight.view(self.n_head, self.nope + self.v, self.rank).to(q_nope.dtype)
-        up_k, up_v = up.split([self.nope, self.v], dim=1)
+        up = self.kv_b_proj.weight.view(self.n_head, self.nope_dim + self.v_dim, self.rank).to(q_nope.dtype)
+        up_k, up_v = up.split([self.nope_dim, self.v_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
         q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)  # (B, T * nh, rank + rope): heads are but more queries
-        scores = (q @ keys.type_as(q).transpose(1, 2)).float() / math.sqrt(self.nope + self.rope)
+        scores = (q @ keys.type_as(q).transpose(1, 2)).float() / math.sqrt(self.nope_dim + self.rope_dim)
         scores = scores.view(B, T, self.n_head, -1).masked_fill(~mask.transpose(1, 2), -math.inf)
         summed = scores.softmax(-1).type_as(q).flatten(1, 2) @ keys[..., :self.rank].type_as(q)  # (B, T * nh, rank)
         return torch.einsum("bthr,hdr->bthd", summed.view(B, T, self.n_head, self.rank), up_v).flatten(2)
@@ -449,11 +411,11 @@ class GPT(nn.Module):
         looked_up = {"transformer.wpe.weight"} | ({"transformer.wte.weight"} if self.config.arch == "llama" else set())
         return sum(p.numel() for name, p in self.named_parameters() if name not in looked_up)
 
-    def flops_per_token(self):
-        """Training FLOPs a token: 6 per weight plus 12 n_layer T C for attention (Chowdhery et al. 2022, appendix B)."""
+    def flops_per_token(self, T):
+        """FLOPs to train on a token of a row of T: 6 a weight, 12 n_layer T C for attention (Chowdhery et al. 2022, appendix B)."""
         c, hd = self.config, self.config.n_embd // self.config.n_head
         widths = (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim) if c.attention == "mla" else 2 * hd  # of q . k and p . v
-        return 6 * self.matmul_params() + 6 * c.n_layer * c.max_seq_len * c.n_head * widths
+        return 6 * self.matmul_params() + 6 * c.n_layer * T * c.n_head * widths
 
     @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(),
@@ -578,3 +540,45 @@ def multiply_out(state_dict, config):
         for kind in ("weight", "bias"):
             plain[attn + "c_proj." + kind] = state_dict[attn + "o_proj." + kind]
     return plain
+
+
+# ---------------------------------------------------------------------------------------------------
+# what cannot be built
+
+def check_config(c):
+    """Raises ValueError, naming the setting and what it takes, for a GPTConfig whose model does not exist."""
+    def expect(ok, name, accepted):
+        if not ok:
+            raise ValueError(f"{name}={getattr(c, name)}: {accepted}")
+
+    expect(c.arch in ATTENTION, "arch", "expected gpt2 or llama")
+    expect(c.attention in ATTENTION[c.arch], "attention", "expected mha or mla")
+    for name in ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "intermediate_size", "kv_lora_rank",
+                 "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+        expect(getattr(c, name) is None or getattr(c, name) >= 1, name, "expected at least 1")
+    expect(c.n_embd % c.n_head == 0, "n_embd", f"expected a multiple of n_head={c.n_head}, e.g. {max(1, c.n_embd // c.n_head) * c.n_head}")
+    expect(0 <= c.dropout < 1, "dropout", "expected a number from 0 to below 1")
+    hd = c.n_embd // c.n_head
+    if c.arch == "gpt2":
+        expect(c.n_kv_head in (None, c.n_head), "n_kv_head", "arch=gpt2 has a key and value for each head; arch=llama can share them")
+        expect(not c.qk_norm, "qk_norm", "arch=gpt2 has none; arch=llama has")
+    else:
+        expect(c.rope_theta > 0, "rope_theta", "expected a positive number")
+        expect(c.n_kv_head is None or c.n_head % c.n_kv_head == 0, "n_kv_head", f"expected a divisor of n_head={c.n_head}")
+    if c.attention == "mha":
+        for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            expect(getattr(c, name) is None, name, "only attention=mla has it")
+        expect(c.arch == "gpt2" or hd % 2 == 0, "n_head", f"rotary positions turn pairs: expected an even n_embd / n_head, got {hd}")
+        return
+    expect(c.n_kv_head in (None, c.n_head), "n_kv_head", "attention=mla shares a latent instead of heads")
+    expect(not c.qk_norm, "qk_norm", "attention=mla normalises its latents instead")
+    for name in ("kv_lora_rank", "q_lora_rank"):
+        expect(getattr(c, name) is None or getattr(c, name) <= c.n_embd, name, f"expected at most n_embd={c.n_embd}")
+    if c.arch == "gpt2":
+        expect(c.q_lora_rank is None, "q_lora_rank", "only arch=llama has it")
+        expect(c.qk_rope_head_dim in (None, 0), "qk_rope_head_dim", "arch=gpt2 learns its positions and rotates nothing")
+        for name in ("qk_nope_head_dim", "v_head_dim"):  # so that it is a GPT-2 once keys and values are multiplied out
+            expect(getattr(c, name) in (None, hd), name, f"arch=gpt2 has n_embd / n_head = {hd}")
+    else:
+        expect(c.qk_rope_head_dim is None or c.qk_rope_head_dim > 0 and c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim",
+               "rotary positions turn pairs: expected an even number above 0")

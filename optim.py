@@ -33,5 +33,7 @@ def get_lr(it, schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_d
     if schedule == "cosine":
         progress = (it - warmup_iters) / (decay_iters - warmup_iters)
         return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
-    left = (decay_iters - it) / (wsd_decay_frac * decay_iters)
-    return min_lr + min(1.0, left) * (learning_rate - min_lr)
+    if schedule == "wsd":
+        left = (decay_iters - it) / (wsd_decay_frac * decay_iters)
+        return min_lr + min(1.0, left) * (learning_rate - min_lr)
+    raise ValueError(f"lr_schedule={schedule}: no such schedule")

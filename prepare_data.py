@@ -128,8 +128,9 @@ class Windows:
     def __init__(self, data_dir, split, max_seq_len):
         paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_*.bin")))
         if not paths:
-            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them with "
-                 f"python prepare_data.py --data_dir={data_dir} (--help shows from which sources)")
+            source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with python prepare_data.py "
+                 f"{source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} --data_dir={data_dir}")
         self.max_seq_len = max_seq_len
         self.shards = [read_shard(path) for path in paths]
         per_shard = [(len(shard) - 1) // max_seq_len for shard in self.shards]
@@ -332,7 +333,7 @@ if __name__ == "__main__":
     data_dir: Optional[str] = None  # where the shards go; None: data/NAME
     tokenizer: Optional[Literal["gpt2", "bytes"]] = None  # None: gpt2, but bytes for --dataset=python
     max_tokens: Optional[int] = None  # stop after this many, validation included; None: all
-    val_tokens: int = 2 ** 20  # the first tokens are for validation, as many however much is prepared
+    val_tokens: Optional[int] = None  # the first tokens, for validation; None: 2**20, at most about a tenth of local files
     shard_size: int = 100_000_000  # tokens a shard, 2 bytes each
     num_proc: Optional[int] = None  # tokenizer processes; None: one a core
     config, given = configure(globals())
@@ -345,9 +346,6 @@ if __name__ == "__main__":
     for name in ("max_tokens", "val_tokens", "shard_size", "num_proc"):
         if config[name] is not None and config[name] < 1:
             fail(f"--{name}={config[name]}: expected at least 1")
-    if max_tokens is not None and max_tokens <= val_tokens:
-        fail(f"--max_tokens={max_tokens}: the first --val_tokens={val_tokens} are for validation, so none would be left "
-             f"to train on; raise the one or lower the other")
     from_python = dataset == "python" and files is None
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     get_tokenizer(tokenizer)  # fetched once, before the workers want it
@@ -358,6 +356,7 @@ if __name__ == "__main__":
     if files is not None:
         paths = set()
         for pattern in map(str.strip, files.split(",")):
+            pattern = os.path.expanduser(pattern)
             found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
             if not found:
                 fail(f"--files={files}: {pattern}: no such file")
@@ -368,6 +367,8 @@ if __name__ == "__main__":
             fail(f"--files: expected files of one kind, .{', .'.join(FILE_KINDS)}, also with .gz or .zst behind; "
                  f"got {', '.join(sorted(kinds))}")
         source = {"files": [[path, os.path.getsize(path)] for path in paths]}
+        if val_tokens is None:  # a token of gpt2 stands for about four bytes
+            val_tokens = min(2 ** 20, max(1, sum(size for _, size in source["files"]) // (40 if tokenizer == "gpt2" else 10)))
         data_dir = data_dir or "data/files"
     elif from_python:
         source = {"dataset": "python", "version": sys.version.split()[0]}
@@ -375,6 +376,10 @@ if __name__ == "__main__":
     else:
         source = {"dataset": dataset, "config": dataset_config, "split": dataset_split}
         data_dir = data_dir or f"data/{dataset.split('/')[-1]}"
+    val_tokens = val_tokens or 2 ** 20
+    if max_tokens is not None and max_tokens <= val_tokens:
+        fail(f"--max_tokens={max_tokens}: the first --val_tokens={val_tokens} are for validation, so none would be left "
+             f"to train on; raise the one or lower the other")
     recipe = {"source": source, "text_column": text_column, "tokenizer": tokenizer, "val_tokens": val_tokens,
               "shard_size": shard_size}
 
@@ -475,4 +480,6 @@ if __name__ == "__main__":
         print(f"{counts['empty']} documents were empty and are left out")
     if not meta["exhausted"]:
         print(f"stopped at --max_tokens={max_tokens}; the last document may be cut")
-    print(f"train on it: python train_gpt2.py --data_dir={data_dir}")
+    print(f"the first {val_tokens:,} tokens are for validation\n"
+          f"train on it: python train_gpt2.py --data_dir={data_dir} (GPT-2 124M; in minutes on a laptop: "
+          f"python train_gpt2.py config/quickstart.py --data_dir={data_dir} --out_dir=out)")

@@ -2,7 +2,7 @@
 What a training process needs around its loop: its rank and device, its precision, the compiler, checkpoints, the log
 and its picture.
 
-    python runtime.py out/log.jsonl other/log.jsonl   # draws several runs into loss.png
+    python runtime.py out other-out   # draws the losses of several runs into runs.png
 """
 import json
 import math
@@ -57,10 +57,15 @@ def init_process(device):
     return rank, world_size, device
 
 
+after_interrupt = ""  # what a training loop has to say then: what is saved, and how to go on
+
+
 def explain(kind, error, tb):
     """For sys.excepthook: one line for what is nobody's bug, the traceback for the rest."""
     if issubclass(kind, KeyboardInterrupt):
-        print("\ninterrupted: --init_from=resume goes on from the last checkpoint", file=sys.stderr)
+        print(f"\ninterrupted{after_interrupt}", file=sys.stderr)
+    elif issubclass(kind, BrokenPipeError):  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif issubclass(kind, torch.OutOfMemoryError):
         print(f"error: out of GPU memory ({str(error).split('.')[0]}): lower --batch_size and raise "
               f"--gradient_accumulation_steps by the same factor, which trains the same model", file=sys.stderr)
@@ -283,9 +288,11 @@ def plot_logs(paths, picture):
                 entry = json.loads(line)
             except ValueError:  # the half line of a run that was killed
                 continue
+            if entry.get("event") == "resume":  # what came after its checkpoint is not part of the run
+                lines = {key: {t: loss for t, loss in points.items() if t <= entry["tokens"]} for key, points in lines.items()}
             for key in ("train_loss", "val_loss"):
                 if key in entry:
-                    lines.setdefault(key, {})[entry["tokens"]] = entry[key]  # after a resume the later line counts
+                    lines.setdefault(key, {})[entry["tokens"]] = entry[key]
         name = Path(path).resolve().parent.name
         for key, style in (("train_loss", dict(linewidth=0.8, alpha=0.5)), ("val_loss", dict(linewidth=1.6, marker="o", markersize=3))):
             points = sorted(lines.get(key, {}).items())
@@ -303,10 +310,8 @@ def plot_logs(paths, picture):
 
 
 if __name__ == "__main__":
-    logs = sys.argv[1:]
-    for log in logs:
-        if not os.path.isfile(log):
-            fail(f"{log}: no such file; expected the log.jsonl of one run or more")
-    if not logs:
-        fail("expected the log.jsonl of one run or more")
-    print(plot_logs(logs, "loss.png") or "matplotlib is not installed: pip install matplotlib")
+    logs = [os.path.join(arg, "log.jsonl") if os.path.isdir(arg) else arg for arg in sys.argv[1:]]
+    missing = [log for log in logs if not os.path.isfile(log)]
+    if missing or not logs:
+        fail(f"{missing[0]}: no such file" if missing else "expected the out_dir, or the log.jsonl, of one run or more")
+    print(plot_logs(logs, "runs.png") or "matplotlib is not installed: pip install matplotlib")

@@ -16,21 +16,23 @@ from prepare_data import END_OF_TEXT, get_tokenizer
 # settings
 checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in
 prompt: str = ""  # text to continue, or FILE:path to read it from; empty: the start of a document
-num_samples: int = 1
-max_new_tokens: int = 256
+num_samples: int = 1  # texts, one after the other
+max_new_tokens: int = 256  # length of each at most
 temperature: float = 0.8  # 0: always the likeliest token
 top_k: int = 200  # sample among that many likeliest tokens; 0: all
 top_p: float = 1.0  # sample among the likeliest tokens that make up this mass; 1: all
 min_p: float = 0.0  # leave out tokens less likely than this fraction of the likeliest; 0: none
 seed: Optional[int] = 1337  # sample i uses seed + i; None: another text each time
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
 config, given = configure(globals())
 
 for name, low, high in (("num_samples", 1, math.inf), ("max_new_tokens", 1, math.inf), ("temperature", 0, math.inf),
                         ("top_k", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1)):
-    if not low <= config[name] <= high or name == "top_p" and top_p == 0:
+    if not low <= config[name] <= high:
         fail(f"--{name}={config[name]}: expected {f'at least {low}' if high == math.inf else f'a number from {low} to {high}'}")
+if top_p == 0:
+    fail("--top_p=0: expected a number above 0, to 1; with --temperature=0 the likeliest token is taken")
 text = prompt
 if prompt.startswith("FILE:"):
     try:
@@ -46,7 +48,7 @@ autocast = runtime.autocast(compute_device, runtime.pick_dtype(dtype, compute_de
 model, loaded = runtime.load_model(checkpoint, compute_device)
 tokenizer = get_tokenizer(loaded["tokenizer"])
 print(f"{checkpoint}: {loaded['stage']} model, {loaded['model_args']['arch']}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M "
-      f"parameters, step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f}")
+      f"parameters, step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}")
 
 ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(text)  # a special token that the prompt spells is text
 if len(ids) > model.config.max_seq_len:

@@ -5,14 +5,14 @@ Pretrains a GPT on token shards. The defaults are GPT-2 124M on FineWeb-Edu.
     torchrun --nproc_per_node=8 train_gpt2.py --compile=True                 # eight GPUs, the same model as one
     python train_gpt2.py --init_from=resume --out_dir=out                    # goes on, exactly where it stopped
 
-In the order it runs: settings, process, data, model, optimizer, and the loop: evaluate and save, forward, backward,
-step, log.
+In the order it runs: settings, process, data, model, optimizer, and the loop: save, evaluate, forward, backward, step, log.
 """
 import json
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from inspect import signature
 from typing import Literal, Optional
 
 import numpy as np
@@ -42,53 +42,52 @@ batch_size: int = 16  # rows of a micro-batch, on each rank
 gradient_accumulation_steps: int = 8  # micro-batches of a step, over all ranks: 1, 2, 4 or 8 of them train the same model
 max_seq_len: int = 1024  # tokens of a row; a step takes batch_size * gradient_accumulation_steps * max_seq_len
 # model
-arch: Literal["gpt2", "llama"] = "gpt2"  # see model.py
+arch: Literal["gpt2", "llama"] = "gpt2"  # GPT-2, or what came after: RMSNorm, rotary positions, SwiGLU
 attention: Literal["mha", "mla"] = "mha"  # multi-head, or multi-head latent
-n_layer: int = 12
-n_head: int = 12
-n_embd: int = 768
+n_layer: int = 12  # blocks
+n_head: int = 12  # attention heads, n_embd / n_head wide each
+n_embd: int = 768  # width of the residual stream
 n_kv_head: Optional[int] = None  # llama: key/value heads; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
 intermediate_size: Optional[int] = None  # width of the MLP; None: 4 n_embd, for llama 8/3 n_embd
 rope_theta: float = 10000.0  # llama: base of the rotary frequencies
-kv_lora_rank: Optional[int] = None  # mla: width of the latent that is cached for each token; None: 128
+kv_lora_rank: Optional[int] = None  # mla: width of the latent cached for each token; None: 128, at most n_embd / 2
 q_lora_rank: Optional[int] = None  # mla, llama: width of a latent for the queries; None: they have none
 qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query without the rotated part; None: fills up n_embd / n_head
 qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
 v_head_dim: Optional[int] = None  # mla: width of a head's value; None: n_embd / n_head
-dropout: float = 0.0
+dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
 # AdamW
 learning_rate: float = 6e-4  # peak
-max_iters: int = 50000  # steps
-weight_decay: float = 0.1
-beta1: float = 0.9
-beta2: float = 0.95
+max_iters: int = 50000  # steps, counted from the start of the run
+weight_decay: float = 0.1  # of matrices and embeddings; norms and biases have none
+beta1: float = 0.9  # of the mean of the gradients
+beta2: float = 0.95  # of the mean of their squares
 grad_clip: float = 1.0  # norm to which gradients are clipped; 0: not at all
 # its schedule
-lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # see optim.py
+lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay, linear at the end
 warmup_iters: int = 2000  # steps of linear rise
 lr_decay_iters: Optional[int] = None  # step at which min_lr is reached; None: max_iters
-min_lr: float = 6e-5
+min_lr: float = 6e-5  # the end of the decay
 wsd_decay_frac: float = 0.2  # wsd: the part of lr_decay_iters in which the rate falls
 # system
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
 compile: bool = True  # torch.compile, one graph for one shape
-compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]] = None
-compile_backend: str = "inductor"
+compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]] = None  # None: torch's default
+compile_backend: str = "inductor"  # of torch.compile
 seed: int = 1337  # of the weights and of the order of the data
 config, given = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------
 # settings that a checkpoint brings along
-MODEL = ("arch", "n_layer", "n_head", "n_embd", "n_kv_head", "qk_norm", "intermediate_size", "rope_theta",
-         "attention", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MODEL = [field.name for field in fields(GPTConfig) if field.name in config and field.name not in ("max_seq_len", "dropout")]
 resuming = init_from == "resume"
 checkpoint = None
 if init_from != "scratch":
     source = out_dir if resuming else init_from
     checkpoint = runtime.load_checkpoint(source)
-    for name in MODEL:
+    for name in set(MODEL) & set(checkpoint["model_args"]):
         if name in given and given[name] != checkpoint["model_args"][name]:
             fail(f"--{name}={given[name]}: the model in {source} has {checkpoint['model_args'][name]}")
         config[name] = checkpoint["model_args"][name]
@@ -104,8 +103,8 @@ if init_from != "scratch":
 for name in ("eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps", "max_seq_len"):
     if config[name] < 1:
         fail(f"--{name}={config[name]}: expected at least 1")
-for name in ("sample_tokens", "max_iters", "warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip"):
-    if config[name] < 0:
+for name in ("sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip"):
+    if config[name] is not None and config[name] < 0:
         fail(f"--{name}={config[name]}: expected at least 0")
 for name, low in (("beta1", 0), ("beta2", 0), ("wsd_decay_frac", 1e-9)):
     if not low <= config[name] <= 1 or name != "wsd_decay_frac" and config[name] == 1:
@@ -160,12 +159,8 @@ def get_batch(first_row):
 # model
 torch.manual_seed(seed)  # the same weights on every rank
 try:
-    if checkpoint:
-        model_args = {**checkpoint["model_args"], "dropout": dropout}
-    else:
-        model_args = {**{name: config[name] for name in MODEL}, "max_seq_len": max_seq_len, "dropout": dropout,
-                      "vocab_size": meta["vocab_size"]}
-    orig_model = GPT(GPTConfig(**model_args))
+    orig_model = GPT(GPTConfig(**{name: config[name] for name in MODEL}, dropout=dropout, vocab_size=meta["vocab_size"],
+                               max_seq_len=checkpoint["model_args"]["max_seq_len"] if checkpoint else max_seq_len))
 except ValueError as error:
     fail(error)
 model_args = asdict(orig_model.config)
@@ -177,29 +172,16 @@ orig_model.to(compute_device)
 
 optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
-iter_num, rows_seen, best_val_loss, val_loss = 0, 0, math.inf, math.inf
+iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 if resuming:
     optimizer.load_state_dict(checkpoint.pop("optimizer"))
     for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
         group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
-    iter_num, rows_seen, best_val_loss = checkpoint["iter_num"], checkpoint["rows_seen"], checkpoint["best_val_loss"]
+    iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
+        checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
 checkpoint = None  # frees its memory
-
-# Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
-# every checkpoint, uses orig_model, whose parameters are the very same tensors.
-compiled = orig_model
-if compile:
-    problem = runtime.compiler_problem(compute_device, compile_backend)
-    if problem:
-        runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
-    else:
-        compiled = torch.compile(orig_model, dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
-model = compiled
-if dist.is_initialized():
-    model = DDP(compiled, device_ids=[compute_device.index] if compute_device.type == "cuda" else None,
-                broadcast_buffers=False, gradient_as_bucket_view=True)
 
 # ---------------------------------------------------------------------------------------------------
 # what the loop calls now and then
@@ -245,7 +227,10 @@ def save():
         runtime.save_checkpoint(out_dir, {
             "model": orig_model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
             "model_args": model_args, "config": config, "tokenizer": meta["tokenizer"], "data": train_windows.fingerprint(),
-            "stage": "base", "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss})
+            "stage": "base", "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
+            "val_iter": val_iter})  # val_loss is that of step val_iter: a step is saved before it is evaluated
+        runtime.after_interrupt = (f": step {iter_num} is saved; go on with python train_gpt2.py --init_from=resume "
+                                   f"--out_dir={out_dir}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -265,10 +250,30 @@ if rank == 0:
         runtime.clear_out_dir(out_dir)
     with open(f"{out_dir}/config.json", "w", encoding="utf-8") as f:
         json.dump(config, f, indent=1)
+        f.write("\n")
     if resuming:
-        runtime.write_log(out_dir, event="resume", iter=iter_num)
-        print(f"resumed at step {iter_num}, {rows_seen:,} rows seen")
+        runtime.write_log(out_dir, event="resume", iter=iter_num, tokens=rows_seen * max_seq_len)
+        print(f"resumed at step {iter_num}, {rows_seen:,} rows seen" + (
+            f": nothing is left to train, --max_iters={max_iters}" if iter_num >= max_iters else
+            f", learning rate {get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac):.2e}"))
+    runtime.after_interrupt = f": step {iter_num} is saved, nothing since" if resuming else ": nothing is saved yet"
 
+# ---------------------------------------------------------------------------------------------------
+# Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
+# every checkpoint, uses orig_model, whose parameters are the very same tensors.
+compiled = orig_model
+if compile:
+    problem = runtime.compiler_problem(compute_device, compile_backend)
+    if problem:
+        runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
+    else:
+        compiled = torch.compile(orig_model, dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
+model = compiled
+if dist.is_initialized():
+    # the model's only buffers are constants; the argument that leaves them alone has another name from torch 2.13 on
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+    model = DDP(compiled, device_ids=[compute_device.index] if compute_device.type == "cuda" else None,
+                gradient_as_bucket_view=True, **{sync_buffers: False})
 if compiled is not orig_model:  # both graphs are made now: one that is made later is a recompile
     t0 = time.time()
     runtime.print_once("compiling ...")
@@ -297,14 +302,17 @@ while True:
         seconds += time.time() - t0
         if iter_num > resumed_at:
             save()
+        else:
+            runtime.print_once("evaluating ...")
         val_loss, val_bpb = estimate_loss()
+        val_iter = iter_num
         best_val_loss = min(best_val_loss, val_loss)
         if rank == 0:
             print(f"step {iter_num}: val loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, {val_bpb:.4f} bits per byte")
-            runtime.write_log(out_dir, iter=iter_num, tokens=iter_num * tokens_per_step, val_loss=val_loss,
+            runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, val_loss=val_loss,
                               val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
-            if sample_tokens:
+            if sample_tokens and iter_num > 0:
                 print(f"----- sample\n{sample()}\n-----", flush=True)
         t0 = time.time()
     if iter_num >= max_iters:
@@ -351,7 +359,7 @@ while True:
         train_loss = loss_sum.item() / (steps_summed * tokens_per_step)  # the mean over all steps since the last line
         seconds += time.time() - t0
         tok_per_sec = steps_summed * tokens_per_step / seconds
-        mfu = orig_model.flops_per_token() * tok_per_sec / flops
+        mfu = orig_model.flops_per_token(max_seq_len) * tok_per_sec / flops
         left = (max_iters - iter_num) * seconds / steps_summed
         if rank == 0:
             scale = {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
@@ -359,7 +367,7 @@ while True:
                   f"{1000 * seconds / steps_summed:.0f} ms, {tok_per_sec:,.0f} tok/s, mfu {100 * mfu:.1f}%, "
                   + "".join(f"scale {s:.0f}, " for s in scale.values())
                   + f"left {int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}", flush=True)
-            runtime.write_log(out_dir, iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=train_loss, lr=lr,
+            runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, train_loss=train_loss, lr=lr,
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
                               epoch=rows_seen / len(train_windows), **scale)
