@@ -45,7 +45,7 @@ names = [name.strip() for name in variants.split(",")]
 for name in names:
     if name.partition("+")[0] not in ("gpt2", "llama") or name.partition("+")[2] not in ("", "mla"):
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
-for name, least in (("rounds", 1), ("train_iters", 2), ("context", 1), ("new_tokens", 1)):
+for name, least in (("rounds", 1), ("train_iters", 2), ("context", 1), ("new_tokens", 2)):
     if config[name] < least:
         fail(f"--{name}={config[name]}: expected at least {least}")
 _, _, compute_device = runtime.init_process(device)
@@ -86,6 +86,7 @@ def bench_train():
                      f"--compile={compile}", f"--dtype={compute_dtype}", f"--device={device}", f"--data_dir={folder}",
                      f"--out_dir={folder}/{name}", "--overwrite=True"], capture_output=True, text=True)
                 if done.returncode:
+                    print(file=sys.stderr)  # behind the progress
                     fail(f"train_gpt2.py ended with code {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
                 log = [json.loads(line) for line in (Path(folder) / name / "log.jsonl").read_text().splitlines()]
                 steps = [entry for entry in log if "tok_per_sec" in entry][1:]
@@ -142,6 +143,7 @@ def bench_prep():
                                   capture_output=True, text=True)
             seconds = time.perf_counter() - t0
             if done.returncode:
+                print(file=sys.stderr)
                 fail(f"prepare_data.py ended with code {done.returncode}: {done.stderr[-500:]}")
             tokens = json.loads((Path(folder) / "meta.json").read_text())["tokens"]
         speeds.append(tokens / seconds)

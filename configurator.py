@@ -23,9 +23,12 @@ import types
 import typing
 
 
-def fail(message):
-    """End the program for a mistake of its user's: one line on stderr, exit code 2, no traceback."""
-    if int(os.environ.get("RANK", 0)) == 0:  # under torchrun every rank fails alike; one of them says so
+def fail(message, alone=False):
+    """
+    End the program for a mistake of its user's: one line on stderr, exit code 2, no traceback. Under torchrun every
+    rank fails alike and one of them says so, unless it may be that this one fails `alone`.
+    """
+    if alone or int(os.environ.get("RANK", 0)) == 0:
         print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 

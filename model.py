@@ -200,7 +200,8 @@ class MLA(nn.Module):
         if cache is not None:
             keys, = write_cache(cache, positions, torch.cat((latent, k_pe), dim=-1))
             return self.o_proj(self.absorbed(q_nope, q_pe, keys, mask))
-        k_nope, v = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope_dim + self.v_dim).split([self.nope_dim, self.v_dim], dim=-1)
+        kv = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope_dim + self.v_dim)
+        k_nope, v = kv.split([self.nope_dim, self.v_dim], dim=-1)
         q = torch.cat((q_nope, q_pe), dim=-1)
         k = torch.cat((k_nope, k_pe[:, :, None].expand(-1, -1, self.n_head, -1)), dim=-1)
         return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
@@ -434,6 +435,8 @@ class GPT(nn.Module):
         device, max_len = self.lm_head.weight.device, self.config.max_seq_len
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         rows = [list(prompt) for prompt in prompts]
+        if not rows or not all(rows):
+            raise ValueError("prompts: expected at least one, and none without ids")
         running = [True] * len(rows)
         cache = None
         was_training = self.training
@@ -453,6 +456,8 @@ class GPT(nn.Module):
                     idx = torch.tensor([[row[-1]] for row in rows], device=device)
                     positions = torch.tensor([[len(row) - 1] for row in rows], device=device)
                     logits = self(idx, positions=positions, cache=cache)[:, -1]
+                if not logits.isfinite().all():
+                    raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")
                 new = sample_logits(logits.float(), temperature, top_k, top_p, min_p, generator, n_vocab).tolist()
                 yield [token if on else None for token, on in zip(new, running)]
                 running = [on and token not in stop_ids for token, on in zip(new, running)]
@@ -475,14 +480,16 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, genera
         logits = logits[:, :n_vocab]
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest at 0: no temperature overflows it
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         ordered, order = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the likelier ids
-        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p), -math.inf)
+        out = before >= top_p
+        out[:, 0] = False  # the likeliest always stays
+        logits = logits.masked_fill(torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, out), -math.inf)
     probs = logits.softmax(-1)
     if min_p > 0:
         probs = probs.masked_fill(probs < min_p * probs.max(-1, keepdim=True).values, 0.0)
@@ -528,7 +535,7 @@ def rename(state_dict, config, table):
 
 
 def multiply_out(state_dict, config):
-    """The state dict of gpt2 with mla as that of a plain gpt2: k = (W_k W_a) x, v = (W_v W_a) x, for each head. The small cache is lost."""
+    """gpt2 with mla as a plain gpt2: k = (W_k W_a) x and v = (W_v W_a) x for each head. The small cache is lost."""
     plain = {name: tensor for name, tensor in state_dict.items() if ".attn." not in name}
     for i in range(config.n_layer):
         attn = f"transformer.h.{i}.attn."
@@ -556,7 +563,8 @@ def check_config(c):
     for name in ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "intermediate_size", "kv_lora_rank",
                  "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
         expect(getattr(c, name) is None or getattr(c, name) >= 1, name, "expected at least 1")
-    expect(c.n_embd % c.n_head == 0, "n_embd", f"expected a multiple of n_head={c.n_head}, e.g. {max(1, c.n_embd // c.n_head) * c.n_head}")
+    near = max(1, c.n_embd // c.n_head) * c.n_head
+    expect(c.n_embd % c.n_head == 0, "n_embd", f"expected a multiple of n_head={c.n_head}, e.g. {near}")
     expect(0 <= c.dropout < 1, "dropout", "expected a number from 0 to below 1")
     hd = c.n_embd // c.n_head
     if c.arch == "gpt2":

@@ -113,7 +113,7 @@ def read_meta(data_dir):
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         tokenizer, vocab_size = str(meta["tokenizer"]), int(meta["vocab_size"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         fail(f"{path}: cannot be read ({type(error).__name__}: {error}); run prepare_data.py again")
     return {**meta, "tokenizer": tokenizer, "vocab_size": vocab_size}
 
@@ -126,7 +126,7 @@ class Windows:
     """
 
     def __init__(self, data_dir, split, max_seq_len):
-        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_*.bin")))
+        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
         if not paths:
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with python prepare_data.py "

@@ -7,9 +7,12 @@ and its picture.
 import json
 import math
 import os
+import shutil
 import sys
 import time
 import traceback
+import zipfile
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -30,6 +33,8 @@ def init_process(device):
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     sys.excepthook = explain
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal or file that cannot show a character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")
@@ -66,9 +71,12 @@ def explain(kind, error, tb):
         print(f"\ninterrupted{after_interrupt}", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif issubclass(kind, torch.OutOfMemoryError):
-        print(f"error: out of GPU memory ({str(error).split('.')[0]}): lower --batch_size and raise "
-              f"--gradient_accumulation_steps by the same factor, which trains the same model", file=sys.stderr)
+    elif issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
+        fail(f"out of memory ({reason}): lower --batch_size and raise --gradient_accumulation_steps by the same factor, which "
+             f"trains the same model", alone=True)
+    elif issubclass(kind, OSError):  # the disk, or a file that is not what it should be
+        fail(f"{kind.__name__}: {error}", alone=True)
     else:
         traceback.print_exception(kind, error, tb)
 
@@ -91,7 +99,7 @@ def autocast(device, dtype):
 
 def step_seed(seed, step, rank):
     """The seed of everything random in one step on one rank, so that no random state has to be saved."""
-    return (seed * 1_000_003 + step) * 65_537 + rank
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2 ** 63
 
 
 # dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets; without sparsity
@@ -211,13 +219,19 @@ def save_checkpoint(out_dir, checkpoint):
     moment at least one of the two is whole: the new one is on disk before the old one is renamed.
     """
     path, previous, temporary = (Path(out_dir) / name for name in (*CHECKPOINTS, "ckpt.pt.tmp"))
-    with open(temporary, "wb") as f:
-        torch.save(checkpoint, f)
-        f.flush()
-        os.fsync(f.fileno())
-    if path.exists():
-        os.replace(path, previous)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if path.exists():
+            os.replace(path, previous)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        temporary.unlink(missing_ok=True)
+        free = f"{shutil.disk_usage(out_dir).free / 2 ** 20:,.0f} MiB are free there" if os.path.exists(out_dir) else "it is gone"
+        fail(f"--out_dir={out_dir}: the checkpoint could not be written ({type(error).__name__}: {error}); {free}. The one before "
+             f"it stays: make room, then --init_from=resume goes on from it")
 
 
 def load_checkpoint(path):
@@ -231,11 +245,20 @@ def load_checkpoint(path):
         if not candidate.exists():
             continue
         try:
+            damaged = zipfile.ZipFile(candidate).testzip()  # torch.load compares no checksums
+            assert damaged is None, f"{damaged} in it is damaged"
             checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
-            assert {"model", "model_args", "config"} <= set(checkpoint), "it lacks model, model_args or config"
+            missing = {"model", "model_args", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - set(checkpoint)
+            assert not missing, f"it lacks {', '.join(sorted(missing))}"
+            config = GPTConfig(**checkpoint["model_args"])
+            with torch.device("meta"):  # shapes alone
+                expected = GPT(config).state_dict()
+            shapes, expected = ({name: tensor.shape for name, tensor in d.items()} for d in (checkpoint["model"], expected))
+            assert shapes == expected, "its weights do not fit its model_args"
         except Exception as error:  # a damaged file raises whatever its bytes lead to
-            print_once(f"WARNING: {candidate} cannot be read: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
+            print_once(f"WARNING: {candidate} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             continue
+        checkpoint["model_args"] = asdict(config)
         if candidate != candidates[0]:
             print_once(f"WARNING: going on from the checkpoint before it, {candidate}, iteration {checkpoint['iter_num']}")
         return checkpoint
@@ -288,10 +311,10 @@ def plot_logs(paths, picture):
                 entry = json.loads(line)
             except ValueError:  # the half line of a run that was killed
                 continue
-            if entry.get("event") == "resume":  # what came after its checkpoint is not part of the run
+            if entry.get("event") == "resume" and "tokens" in entry:  # what came after its checkpoint is not part of the run
                 lines = {key: {t: loss for t, loss in points.items() if t <= entry["tokens"]} for key, points in lines.items()}
             for key in ("train_loss", "val_loss"):
-                if key in entry:
+                if key in entry and "tokens" in entry:
                     lines.setdefault(key, {})[entry["tokens"]] = entry[key]
         name = Path(path).resolve().parent.name
         for key, style in (("train_loss", dict(linewidth=0.8, alpha=0.5)), ("val_loss", dict(linewidth=1.6, marker="o", markersize=3))):

@@ -33,6 +33,8 @@ for name, low, high in (("num_samples", 1, math.inf), ("max_new_tokens", 1, math
         fail(f"--{name}={config[name]}: expected {f'at least {low}' if high == math.inf else f'a number from {low} to {high}'}")
 if top_p == 0:
     fail("--top_p=0: expected a number above 0, to 1; with --temperature=0 the likeliest token is taken")
+if seed is not None and not 0 <= seed < 2 ** 63:
+    fail(f"--seed={seed}: expected None or a number from 0 to 2 ** 63 - 1")
 text = prompt
 if prompt.startswith("FILE:"):
     try:
@@ -62,9 +64,13 @@ for i in range(num_samples):
     print("-" * 5 + (f" sample {i + 1}" if num_samples > 1 else ""))
     print(text, end="", flush=True)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
-    with autocast:
-        for token, in model.generate([ids], max_new_tokens, temperature, top_k, top_p, min_p, [tokenizer.eot_token],
-                                     None if seed is None else seed + i, tokenizer.n_vocab):
-            if token != tokenizer.eot_token:
-                print(runtime.printable(decoder.decode(tokenizer.decode_single_token_bytes(token))), end="", flush=True)
+    try:
+        with autocast:
+            for token, in model.generate([ids], max_new_tokens, temperature, top_k, top_p, min_p, [tokenizer.eot_token],
+                                         None if seed is None else seed + i, tokenizer.n_vocab):
+                if token != tokenizer.eot_token:
+                    print(runtime.printable(decoder.decode(tokenizer.decode_single_token_bytes(token))), end="", flush=True)
+    except ValueError as error:
+        print()
+        fail(f"--checkpoint={checkpoint}: {error}")
     print(decoder.decode(b"", final=True) + (f"\n{END_OF_TEXT}" if token == tokenizer.eot_token else ""))

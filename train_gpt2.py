@@ -74,7 +74,7 @@ wsd_decay_frac: float = 0.2  # wsd: the part of lr_decay_iters in which the rate
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
 compile: bool = True  # torch.compile, one graph for one shape
-compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]] = None  # None: torch's default
+compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None  # None: torch's default
 compile_backend: str = "inductor"  # of torch.compile
 seed: int = 1337  # of the weights and of the order of the data
 config, given = configure(globals())
@@ -103,15 +103,23 @@ if init_from != "scratch":
 for name in ("eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps", "max_seq_len"):
     if config[name] < 1:
         fail(f"--{name}={config[name]}: expected at least 1")
-for name in ("sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip"):
+for name in ("sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr", "weight_decay",
+             "grad_clip"):
     if config[name] is not None and config[name] < 0:
         fail(f"--{name}={config[name]}: expected at least 0")
 for name, low in (("beta1", 0), ("beta2", 0), ("wsd_decay_frac", 1e-9)):
     if not low <= config[name] <= 1 or name != "wsd_decay_frac" and config[name] == 1:
         fail(f"--{name}={config[name]}: expected a number between 0 and 1")
+if not 0 <= seed < 2 ** 63:
+    fail(f"--seed={seed}: expected a number from 0 to 2 ** 63 - 1")
 decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
-if lr_schedule == "cosine" and warmup_iters > decay_iters:
-    fail(f"--warmup_iters={warmup_iters}: longer than the schedule, {decay_iters} steps (max_iters, or lr_decay_iters)")
+if lr_schedule != "constant":
+    steady = decay_iters - (round(wsd_decay_frac * decay_iters) if lr_schedule == "wsd" else 0)  # steps before the rate falls
+    if warmup_iters > steady:
+        fail(f"--warmup_iters={warmup_iters}: longer than the schedule, {steady} steps (max_iters, or lr_decay_iters"
+             f"{', less wsd_decay_frac of it' if lr_schedule == 'wsd' else ''})")
+    if min_lr > learning_rate:
+        fail(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")
 
 rank, world_size, compute_device = runtime.init_process(device)
 if gradient_accumulation_steps % world_size:
@@ -143,6 +151,16 @@ if resuming and checkpoint["data"] != train_windows.fingerprint():
          f"to train these weights on other data start a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
 
 
+def read_rows(windows, indices):
+    """x and y of some windows. An id that the model has no embedding for is found here, before it is looked up."""
+    x, y = windows[indices]
+    highest = max(x.max(), y.max())
+    if highest >= meta["vocab_size"]:
+        fail(f"--data_dir={data_dir}: holds the token {highest}, but the vocabulary of its tokenizer, {meta['tokenizer']}, ends at "
+             f"{meta['vocab_size'] - 1}: its shards come from another tokenizer, or are damaged", alone=True)
+    return x, y
+
+
 def to_device(array):
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(compute_device, non_blocking=True) if compute_device.type == "cuda" else tensor.to(compute_device)
@@ -151,7 +169,7 @@ def to_device(array):
 def get_batch(first_row):
     """x and y (batch_size, max_seq_len) int64: the rows of the run from first_row on."""
     rows = range(first_row, first_row + batch_size)
-    x, y = train_windows[rows_to_windows(rows, len(train_windows), seed)]
+    x, y = read_rows(train_windows, rows_to_windows(rows, len(train_windows), seed))
     return to_device(x), to_device(y)
 
 
@@ -181,6 +199,8 @@ if resuming:
         scaler.load_state_dict(checkpoint["scaler"])
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
+    if max_iters < iter_num:
+        fail(f"--max_iters={max_iters}: the checkpoint in {out_dir} has taken {iter_num} steps already; give more")
 checkpoint = None  # frees its memory
 
 # ---------------------------------------------------------------------------------------------------
@@ -198,7 +218,7 @@ def estimate_loss():
     nats, tokens, bytes_ = 0.0, 0, 0
     for first in range(rank * batch_size, n, world_size * batch_size):
         rows = np.arange(first, first + batch_size)
-        x, y = val_windows[np.minimum(rows, n - 1)]
+        x, y = read_rows(val_windows, np.minimum(rows, n - 1))
         y = np.where(rows[:, None] < n, y, IGNORE)
         with autocast:
             nats += compiled(to_device(x), to_device(y)).item()
@@ -215,10 +235,13 @@ def estimate_loss():
 def sample():
     """A text from the model as it is now."""
     ids = [tokenizer.eot_token]
-    with autocast:
-        for token, in orig_model.generate([ids], sample_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
-                                          stop_ids=[tokenizer.eot_token], n_vocab=tokenizer.n_vocab):
-            ids.append(token)
+    try:
+        with autocast:
+            for token, in orig_model.generate([ids], sample_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
+                                              stop_ids=[tokenizer.eot_token], n_vocab=tokenizer.n_vocab):
+                ids.append(token)
+    except ValueError as error:
+        return f"(none: {error})"
     return runtime.printable(tokenizer.decode(ids[1:]).removesuffix(END_OF_TEXT))
 
 
@@ -237,12 +260,12 @@ def save():
 # say what is about to happen
 n_params = sum(p.numel() for p in orig_model.parameters())
 runtime.print_once(
-    f"model: {arch}, {n_layer} layers, {n_embd} wide, {n_params / 1e6:.1f}M parameters, vocabulary {model_args['vocab_size']} "
-    f"({meta['tokenizer']})\n"
+    f"model: {arch}, {attention}, {n_layer} layers, {n_embd} wide, {n_params / 1e6:.1f}M parameters, vocabulary "
+    f"{model_args['vocab_size']} ({meta['tokenizer']})\n"
     f"data: {data_dir}, {train_windows.tokens:,} tokens in {len(train_windows):,} rows of {max_seq_len} (the tails of the shards, "
     f"{train_windows.tail:,} tokens, are left out), {val_windows.tokens:,} for validation\n"
-    f"run: {max_iters:,} steps of {tokens_per_step:,} tokens ({rows_per_step} rows), {max_iters * rows_per_step / len(train_windows):.2f} "
-    f"epochs; {world_size} x {compute_device.type}, {compute_dtype}")
+    f"run: {max_iters:,} steps of {tokens_per_step:,} tokens ({rows_per_step} rows), "
+    f"{max_iters * rows_per_step / len(train_windows):.2f} epochs; {world_size} x {compute_device.type}, {compute_dtype}")
 changed = ", ".join(f"{name}={value}" for name, value in given.items())
 runtime.print_once(f"settings given: {changed or 'none, all defaults'}")
 if rank == 0:
@@ -253,9 +276,9 @@ if rank == 0:
         f.write("\n")
     if resuming:
         runtime.write_log(out_dir, event="resume", iter=iter_num, tokens=rows_seen * max_seq_len)
-        print(f"resumed at step {iter_num}, {rows_seen:,} rows seen" + (
-            f": nothing is left to train, --max_iters={max_iters}" if iter_num >= max_iters else
-            f", learning rate {get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac):.2e}"))
+        lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+        print(f"resumed at step {iter_num}, {rows_seen:,} rows seen, " + (
+            f"learning rate {lr:.2e}" if iter_num < max_iters else f"nothing left to train: --max_iters={max_iters}"))
     runtime.after_interrupt = f": step {iter_num} is saved, nothing since" if resuming else ": nothing is saved yet"
 
 # ---------------------------------------------------------------------------------------------------
@@ -308,9 +331,10 @@ while True:
         val_iter = iter_num
         best_val_loss = min(best_val_loss, val_loss)
         if rank == 0:
-            print(f"step {iter_num}: val loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, {val_bpb:.4f} bits per byte")
-            runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, val_loss=val_loss,
-                              val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
+            val_ppl = math.exp(min(val_loss, 700))
+            print(f"step {iter_num}: val loss {val_loss:.4f}, perplexity {val_ppl:.2f}, {val_bpb:.4f} bits per byte")
+            runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, val_loss=val_loss, val_ppl=val_ppl,
+                              val_bpb=val_bpb)
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
             if sample_tokens and iter_num > 0:
                 print(f"----- sample\n{sample()}\n-----", flush=True)
@@ -352,7 +376,8 @@ while True:
     # log
     if runtime.graphs_compiled() > graphs_expected + recompiles:
         recompiles = runtime.graphs_compiled() - graphs_expected
-        print(f"WARNING: rank {rank} recompiled the model in step {iter_num}, {recompiles} times so far (TORCH_LOGS=recompiles says why)")
+        print(f"WARNING: rank {rank} recompiled the model in step {iter_num}, {recompiles} times so far "
+              f"(TORCH_LOGS=recompiles says why)")
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters:
         if dist.is_initialized():
             dist.all_reduce(loss_sum)
@@ -377,8 +402,8 @@ if iter_num > resumed_at:
     save()  # again, now with its own validation loss
 pool.shutdown()
 runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
-                   f"checkpoint: {out_dir}/ckpt.pt; try it: python sample.py --checkpoint={out_dir}/ckpt.pt\n"
-                   f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
+                   + (f"checkpoint: {out_dir}/ckpt.pt; try it: python sample.py --checkpoint={out_dir}/ckpt.pt\n" if iter_num else "")
+                   + f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
                                                          ", not drawn: pip install matplotlib"))
 if dist.is_initialized():
     dist.destroy_process_group()

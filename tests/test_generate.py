@@ -131,3 +131,9 @@ def test_filters_keep_what_those_of_transformers_keep(settings, warpers):
     drawn = torch.bincount(sample_logits(logits.expand(40_000, -1), temperature=1.3, **settings), minlength=40) / 40_000
     assert torch.equal(drawn > 0, expected > 0) or (drawn[expected == 0] == 0).all()
     assert (drawn - expected).abs().max() < 0.02
+
+
+def test_prompts_without_ids_are_refused():
+    for prompts in ([], [[]], [[1, 2], []]):
+        with pytest.raises(ValueError, match="prompts"):
+            list(new_gpt("gpt2").generate(prompts, 3))

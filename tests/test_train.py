@@ -211,7 +211,8 @@ def test_ready_made_shards_train_without_conversion(gpt2_vocabulary, tmp_path):
     (["--n_head=3"], ["n_embd=32", "n_head=3"]), (["--qk_norm=True"], ["qk_norm", "llama"]),
     (["--batch_size=0"], ["batch_size=0"]), (["--beta2=1.0"], ["beta2=1.0"]), (["--warmup_iters=30"], ["warmup_iters=30"]),
     (["--init_from=nowhere.pt"], ["nowhere.pt", "no checkpoint"]), (["--init_from=resume"], ["no checkpoint"]),
-    (["--n_layers=3"], ["n_layers", "did you mean --n_layer"]),
+    (["--n_layers=3"], ["n_layers", "did you mean --n_layer"]), (["--seed=-1"], ["seed=-1"]), (["--min_lr=1"], ["min_lr=1.0", "0.003"]),
+    (["--lr_schedule=wsd", "--warmup_iters=17"], ["warmup_iters=17", "16 steps"]),
 ])
 def test_mistakes_are_refused_in_one_line(shards, tmp_path, args, words):
     line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", *args)
@@ -282,3 +283,73 @@ def test_sample_says_what_it_does_with_a_long_prompt(trained):
     output = run("sample.py", f"--checkpoint={trained[0]}", "--prompt=" + 20 * "the cat ", "--max_new_tokens=5")
     assert "the prompt has 161 tokens, the model 32 positions" in output
     assert "forget the beginning" in run("sample.py", f"--checkpoint={trained[0]}", "--prompt=the", "--max_new_tokens=60", "--temperature=0", "--top_k=0")
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_on_any_rank(tmp_path):
+    for split, ranks in (("train", 1), ("train", 2), ("val", 1)):
+        data = write_shards(tmp_path / f"{split}{ranks}")
+        shard = np.fromfile(data / f"{split}_000000.bin", dtype="<u2")
+        shard[512:][5::32 * 7] = 60000  # in every seventh row
+        shard.tofile(data / f"{split}_000000.bin")
+        output = run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path}/o{split}{ranks}", ranks=ranks, code=2 if ranks == 1 else 1)
+        assert "holds the token 60000" in output and "ends at 383" in output
+        assert ranks == 2 or "Traceback" not in output
+
+
+def test_a_checkpoint_that_is_none_of_ours_or_is_damaged_inside_is_refused(trained, tmp_path):
+    checkpoint = load(trained[0])
+    nanogpt = {"model": checkpoint["model"], "optimizer": {}, "model_args": {"n_layer": 2, "block_size": 32}, "iter_num": 5, "config": {}}
+    wrong_size = {**checkpoint, "model_args": {**checkpoint["model_args"], "n_layer": 3}}
+    for other in (nanogpt, wrong_size, [1]):
+        torch.save(other, tmp_path / "ckpt.pt")
+        assert "no checkpoint that can be read" in refused("sample.py", f"--checkpoint={tmp_path}/ckpt.pt")
+        assert "no checkpoint that can be read" in refused("train_gpt2.py", f"--init_from={tmp_path}/ckpt.pt", f"--out_dir={tmp_path}/o")
+    whole = bytearray((trained[0] / "ckpt.pt").read_bytes())
+    whole[len(whole) // 2] ^= 1  # one bit of a weight
+    (tmp_path / "ckpt.pt").write_bytes(whole)
+    assert "no checkpoint that can be read" in refused("sample.py", f"--checkpoint={tmp_path}/ckpt.pt")
+
+
+def test_weights_that_are_not_finite_give_no_text_and_no_traceback(shards, trained, tmp_path):
+    checkpoint = load(trained[0])
+    for tensor in checkpoint["model"].values():
+        tensor.fill_(math.nan)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert "not finite" in refused("sample.py", f"--checkpoint={tmp_path}/ckpt.pt")
+    output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=21")
+    assert "(none: the model's logits are not finite" in output and "is skipped, 1 so far" in output
+
+
+def test_tokens_in_the_log_are_those_seen_after_another_batch_size(shards, tmp_path):
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=4")
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/o", "--max_iters=6", "--batch_size=8")
+    tokens = read_log(tmp_path / "o", "tokens")
+    assert tokens["tokens", 4] == 4 * 256 and tokens["tokens", 6] == 4 * 256 + 2 * 512
+    line = refused("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/o", "--max_iters=3")
+    assert "max_iters=3" in line and "6 steps" in line
+
+
+def test_a_checkpoint_that_cannot_be_written_says_so_and_leaves_the_one_before(trained, tmp_path):
+    """A full disk, as far as torch.save can tell: an object of the checkpoint that fails half way."""
+    import runtime
+    runtime.save_checkpoint(tmp_path, {"weights": torch.zeros(3)})
+    with pytest.raises(SystemExit):
+        runtime.save_checkpoint(tmp_path, {"weights": torch.ones(3), "broken": NoSpace()})
+    assert torch.load(tmp_path / "ckpt.pt")["weights"].sum() == 0 and not (tmp_path / "ckpt.pt.tmp").exists()
+
+
+class NoSpace:
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_terminal_that_cannot_show_a_character_stops_nothing(shards, trained, tmp_path):
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/\u00fc", "--max_iters=2", env={"PYTHONIOENCODING": "ascii"})
+    run("sample.py", f"--checkpoint={trained[0]}", "--prompt=\u00e9", "--max_new_tokens=3", env={"PYTHONIOENCODING": "ascii"})
+
+
+def test_any_seed_and_extreme_sampling_settings_work(shards, trained, tmp_path):
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=2", f"--seed={2 ** 63 - 1}", "--dropout=0.1")
+    for extreme in ("--temperature=1e-42", "--temperature=1e300", "--top_p=1e-300", "--min_p=1"):
+        run("sample.py", f"--checkpoint={trained[0]}", extreme, "--max_new_tokens=3")
+    assert "seed" in refused("sample.py", f"--checkpoint={trained[0]}", f"--seed={2 ** 64}")
