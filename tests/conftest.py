@@ -54,13 +54,13 @@ TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_seq_len=32", "--batch
         "--sample_tokens=8", "--device=cpu", "--dtype=float32", "--compile=False"]
 
 
-def run(script, *args, ranks=1, code=0, env=None):
+def run(script, *args, ranks=1, code=0, env=None, cwd=None):
     """Starts a script as a user would, under torchrun for more than one rank. -> what it printed, both streams."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     done = subprocess.run([*launcher, str(ROOT / script), *map(str, args)], capture_output=True, text=True, errors="replace",
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, timeout=600)
+                          cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, timeout=600)
     output = done.stdout + done.stderr
     assert done.returncode == code, f"exit code {done.returncode}, expected {code}\n{output[-4000:]}"
     return output

@@ -353,3 +353,22 @@ def test_any_seed_and_extreme_sampling_settings_work(shards, trained, tmp_path):
     for extreme in ("--temperature=1e-42", "--temperature=1e300", "--top_p=1e-300", "--min_p=1"):
         run("sample.py", f"--checkpoint={trained[0]}", extreme, "--max_new_tokens=3")
     assert "seed" in refused("sample.py", f"--checkpoint={trained[0]}", f"--seed={2 ** 64}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# the scripts beside the path
+
+def test_runs_are_drawn_together(trained, tmp_path):
+    assert "runs.png" in run("runtime.py", trained[0], trained[0] / "log.jsonl", cwd=tmp_path)
+    assert (tmp_path / "runs.png").read_bytes()[:4] == b"\x89PNG"
+    assert "nowhere: no such file" in refused("runtime.py", "nowhere")
+
+
+def test_bench_prints_its_tables(gpt2_vocabulary):
+    output = run("bench.py", "--rounds=1", "--variants=gpt2,gpt2+mla", "--context=16", "--new_tokens=3", "--compile=False", "--train_iters=2",
+                 "--device=cpu", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2")
+    rows = [line.split() for line in output.splitlines() if line.startswith("gpt2")]
+    assert [row[0] for row in rows] == ["gpt2", "gpt2+mla"] * 2 and all(float(row[1].replace(",", "")) > 0 for row in rows)
+    assert float(rows[3][4]) == pytest.approx(128 / (2 * 768), abs=1e-3)  # cache bytes, against multi-head attention's
+    assert "data preparation" in output
+    assert "variants=gpt3" in refused("bench.py", "--variants=gpt3")
