@@ -165,6 +165,8 @@ class MLA(nn.Module):
     up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is taken into latent space once and
     meets the cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s), sums latents first
     and goes up once. What remains is attention with one key, [c, k_rope], for all heads, whose value is c itself.
+    "Per-head queries in latent space and per-head value up-projections", as MLA is also described, is this absorbed
+    form: the same function of the same weights, one product taken earlier.
     """
 
     def __init__(self, config):

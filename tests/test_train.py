@@ -104,6 +104,19 @@ def test_validation_loss_is_the_mean_over_its_tokens(shards, trained):
     assert checkpoint["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+def test_a_last_batch_that_is_not_full_counts_each_row_once(shards, tmp_path):
+    """124 rows of val in batches of 5, and no step taken: the loss of the initial weights over all of val."""
+    from prepare_data import Windows
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--batch_size=5", "--eval_iters=1000", "--max_iters=0",
+        "--warmup_iters=0")
+    torch.manual_seed(1337)
+    gpt = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, max_seq_len=32, vocab_size=384))
+    x, y = map(torch.from_numpy, Windows(str(shards), "val", 32)[range(124)])
+    with torch.no_grad():
+        loss = F.cross_entropy(gpt(x.contiguous()).flatten(0, 1), y.flatten())
+    assert read_log(tmp_path / "o", "val_loss")["val_loss", 0] == pytest.approx(loss.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("extra", [[], [*LLAMA, "--dropout=0.1"]], ids=["gpt2", "llama_dropout"])
 def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra):
     args = [*TINY, *extra, f"--data_dir={shards}", "--eval_interval=5", "--lr_decay_iters=20", "--sample_tokens=0"]
