@@ -10,6 +10,7 @@ model's generate. Variants take turns, round after round, and each ratio is the 
 first variant in the same round: a machine whose speed drifts changes the figures more than the ratios.
 """
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 import runtime
-from configurator import configure, fail
+from configurator import configure, expect_range, fail
 from model import GPT, GPTConfig
 from prepare_data import shard_header
 
@@ -45,9 +46,8 @@ names = [name.strip() for name in variants.split(",")]
 for name in names:
     if name.partition("+")[0] not in ("gpt2", "llama") or name.partition("+")[2] not in ("", "mla"):
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
-for name, least in (("rounds", 1), ("train_iters", 2), ("context", 1), ("new_tokens", 2)):
-    if config[name] < least:
-        fail(f"--{name}={config[name]}: expected at least {least}")
+expect_range(config, 1, math.inf, "rounds", "context")
+expect_range(config, 2, math.inf, "train_iters", "new_tokens")
 _, _, compute_device = runtime.init_process(device)
 compute_dtype = runtime.pick_dtype(dtype, compute_device)
 matmul = runtime.peak_flops(compute_device, compute_dtype)

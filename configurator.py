@@ -14,6 +14,7 @@ A config file is Python and is run as such: read one before you use it.
 """
 import ast
 import difflib
+import math
 import os
 import re
 import runpy
@@ -119,6 +120,13 @@ def check(name, value, settings, script, where):
                                                    for c in typing.get_args(k)], n=1)
     fail(f"{where}{name}={value!r}: expected {accepted(settings[name])}, got {type(value).__name__} {value!r}"
          + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def expect_range(config, low, high, *names):
+    """Ends the program, as configure does, where one of these settings is neither None nor from low to high (math.inf: no end)."""
+    for name in names:
+        if config[name] is not None and not low <= config[name] <= high:
+            fail(f"--{name}={config[name]}: expected {f'at least {low}' if high == math.inf else f'a number from {low} to {high}'}")
 
 
 def alternatives(hint):

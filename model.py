@@ -375,6 +375,16 @@ class GPT(nn.Module):
         targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the
         caller divides by the targets of its whole step, however many calls and ranks that takes.
         No targets -> logits (B, T, V).
+        positions, mask, cache: see hidden_states.
+        """
+        x = self.hidden_states(idx, positions, mask, cache)
+        if targets is None:
+            return self.lm_head(x)
+        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+    def hidden_states(self, idx, positions=None, mask=None, cache=None):
+        """
+        idx (B, T) int64 -> (B, T, C), what lm_head turns into logits.
         positions: (B, T) int64, where each token stands; None: 0 .. T - 1.
         mask: (B, 1, T, T) boolean, True where a query (third) may look at a key (fourth); None: causal. A row of several
         texts packed together has one that is causal within each text, and positions that restart with each.
@@ -398,11 +408,7 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
             x = block(x, rope, positions, mask, None if cache is None else cache[i])
-        x = self.transformer.ln_f(x)
-
-        if targets is None:
-            return self.lm_head(x)
-        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return self.transformer.ln_f(x)
 
     def new_cache(self, batch, length, dtype=torch.float32):
         """An empty cache for `batch` rows of up to `length` positions: per layer, the tensors its attention keeps."""
@@ -453,7 +459,8 @@ class GPT(nn.Module):
                     idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
                     positions = torch.arange(width, device=device).expand_as(idx)
                     cache = self.new_cache(len(rows), min(width + max_new_tokens - done, max_len), self.cache_dtype())
-                    logits = self(idx, positions=positions, cache=cache)[range(len(rows)), [len(row) - 1 for row in rows]]
+                    x = self.hidden_states(idx, positions, cache=cache)
+                    logits = self.lm_head(x[range(len(rows)), [len(row) - 1 for row in rows]])  # of the last of each row
                 else:
                     idx = torch.tensor([[row[-1]] for row in rows], device=device)
                     positions = torch.tensor([[len(row) - 1] for row in rows], device=device)

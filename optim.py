@@ -16,6 +16,20 @@ def new_optimizer(model, learning_rate, beta1, beta2, weight_decay):
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
 
 
+def check_schedule(schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac):
+    """Raises ValueError, naming the setting, for a schedule that get_lr could not follow as it is meant."""
+    if not 0 < wsd_decay_frac <= 1:
+        raise ValueError(f"--wsd_decay_frac={wsd_decay_frac}: expected a number above 0, to 1")
+    if schedule == "constant":
+        return
+    steady = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)  # steps before the rate falls
+    if warmup_iters > steady:
+        raise ValueError(f"--warmup_iters={warmup_iters}: longer than the schedule, {steady} steps (max_iters, or lr_decay_iters"
+                         f"{', less wsd_decay_frac of it' if schedule == 'wsd' else ''})")
+    if min_lr > learning_rate:
+        raise ValueError(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")
+
+
 def get_lr(it, schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac):
     """
     The learning rate of step `it` (0 is the first). It rises linearly over warmup_iters, then

@@ -15,6 +15,7 @@ import functools
 import glob
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -30,7 +31,7 @@ from typing import Literal, Optional
 import numpy as np
 import tiktoken
 
-from configurator import configure, fail
+from configurator import configure, expect_range, fail
 
 # ---------------------------------------------------------------------------------------------------
 # tokenizers: tiktoken's interface for all of them
@@ -72,6 +73,61 @@ def token_bytes(tokenizer):
     for i in range(tokenizer.n_vocab):
         sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
     return sizes
+
+
+# ---------------------------------------------------------------------------------------------------
+# the chat format: <|endoftext|>, then for each message <|role|> content <|end|>, and no newlines between
+
+ROLES = ("system", "user", "assistant")
+
+
+def chat_tokens(tokenizer):
+    """The ids of <|system|>, <|user|>, <|assistant|> and <|end|>, by name: the four after the tokenizer's own."""
+    return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
+
+
+def render_chat(tokenizer, messages):
+    """
+    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...] -> ids, trained: two lists of one length.
+    trained: whether the model learns to write that id: what an assistant says and the <|end|> behind it. A special token
+    that content spells is text. A prompt for an answer is ids + [chat_tokens(tokenizer)["assistant"]].
+    """
+    special = chat_tokens(tokenizer)
+    ids, trained = [tokenizer.eot_token], [False]
+    for message in messages:
+        content = tokenizer.encode_ordinary(message["content"])
+        ids += [special[message["role"]], *content, special["end"]]
+        trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
+    return ids, trained
+
+
+def decode_chat(tokenizer, ids):
+    """Text of ids, the chat tokens among them spelled out."""
+    names = {i: f"<|{name}|>".encode() for name, i in chat_tokens(tokenizer).items()}
+    pieces = [names.get(i) or (tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else b"<|padding|>") for i in ids]
+    return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+def chat_fault(messages):
+    """Why a conversation cannot be trained on, in a few words, or None."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return "messages is no list of {role, content}"
+    for message in messages:
+        if message.get("role") not in ROLES:
+            return f"unknown role {str(message.get('role'))[:40]!r}"
+        if not isinstance(message.get("content"), str):
+            return "a message without content"
+        if not message["content"].strip():
+            return "an empty message"
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if "system" in turns:
+        return "a system message that is not the first"
+    if "assistant" not in turns:
+        return "no assistant message"
+    if any(role != ROLES[1 + i % 2] for i, role in enumerate(turns)):
+        return "user and assistant do not take turns"
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -343,9 +399,7 @@ if __name__ == "__main__":
         fail(f"--files={files} and --dataset={dataset}: give one of them")
     if shard_size > 2 ** 31 - 1:
         fail(f"--shard_size={shard_size}: expected at most {2 ** 31 - 1}, the most that a shard's header can say")
-    for name in ("max_tokens", "val_tokens", "shard_size", "num_proc"):
-        if config[name] is not None and config[name] < 1:
-            fail(f"--{name}={config[name]}: expected at least 1")
+    expect_range(config, 1, math.inf, "max_tokens", "val_tokens", "shard_size", "num_proc")
     from_python = dataset == "python" and files is None
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     get_tokenizer(tokenizer)  # fetched once, before the workers want it

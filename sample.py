@@ -9,7 +9,7 @@ import math
 from typing import Literal, Optional
 
 import runtime
-from configurator import configure, fail
+from configurator import configure, expect_range, fail
 from prepare_data import END_OF_TEXT, get_tokenizer
 
 # ---------------------------------------------------------------------------------------------------
@@ -27,14 +27,12 @@ device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
 config, given = configure(globals())
 
-for name, low, high in (("num_samples", 1, math.inf), ("max_new_tokens", 1, math.inf), ("temperature", 0, math.inf),
-                        ("top_k", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1)):
-    if not low <= config[name] <= high:
-        fail(f"--{name}={config[name]}: expected {f'at least {low}' if high == math.inf else f'a number from {low} to {high}'}")
+expect_range(config, 1, math.inf, "num_samples", "max_new_tokens")
+expect_range(config, 0, math.inf, "temperature", "top_k")
+expect_range(config, 0, 1, "top_p", "min_p")
+expect_range(config, 0, 2 ** 63 - 1, "seed")
 if top_p == 0:
     fail("--top_p=0: expected a number above 0, to 1; with --temperature=0 the likeliest token is taken")
-if seed is not None and not 0 <= seed < 2 ** 63:
-    fail(f"--seed={seed}: expected None or a number from 0 to 2 ** 63 - 1")
 text = prompt
 if prompt.startswith("FILE:"):
     try:

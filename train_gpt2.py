@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import runtime
-from configurator import configure, fail
-from model import GPT, GPTConfig, IGNORE
-from optim import get_lr, new_optimizer
+from configurator import configure, expect_range, fail
+from evaluate import validation_loss
+from model import GPT, GPTConfig
+from optim import check_schedule, get_lr, new_optimizer
 from prepare_data import END_OF_TEXT, Windows, get_tokenizer, padded_vocab_size, read_meta, rows_to_windows, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
@@ -100,26 +101,17 @@ if init_from != "scratch":
 
 # ---------------------------------------------------------------------------------------------------
 # process
-for name in ("eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps", "max_seq_len"):
-    if config[name] < 1:
-        fail(f"--{name}={config[name]}: expected at least 1")
-for name in ("sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr", "weight_decay",
-             "grad_clip"):
-    if config[name] is not None and config[name] < 0:
-        fail(f"--{name}={config[name]}: expected at least 0")
-for name, low in (("beta1", 0), ("beta2", 0), ("wsd_decay_frac", 1e-9)):
-    if not low <= config[name] <= 1 or name != "wsd_decay_frac" and config[name] == 1:
-        fail(f"--{name}={config[name]}: expected a number between 0 and 1")
-if not 0 <= seed < 2 ** 63:
-    fail(f"--seed={seed}: expected a number from 0 to 2 ** 63 - 1")
+expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps",
+             "max_seq_len")
+expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
+             "weight_decay", "grad_clip")
+expect_range(config, 0, 0.999999, "beta1", "beta2")
+expect_range(config, 0, 2 ** 63 - 1, "seed")
 decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
-if lr_schedule != "constant":
-    steady = decay_iters - (round(wsd_decay_frac * decay_iters) if lr_schedule == "wsd" else 0)  # steps before the rate falls
-    if warmup_iters > steady:
-        fail(f"--warmup_iters={warmup_iters}: longer than the schedule, {steady} steps (max_iters, or lr_decay_iters"
-             f"{', less wsd_decay_frac of it' if lr_schedule == 'wsd' else ''})")
-    if min_lr > learning_rate:
-        fail(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")
+try:
+    check_schedule(lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+except ValueError as error:
+    fail(error)
 
 rank, world_size, compute_device = runtime.init_process(device)
 if gradient_accumulation_steps % world_size:
@@ -206,30 +198,9 @@ checkpoint = None  # frees its memory
 # ---------------------------------------------------------------------------------------------------
 # what the loop calls now and then
 
-@torch.no_grad()
-def estimate_loss():
-    """
-    Validation loss in nats a token and in bits a byte of text, over the same rows at every call, whatever the number
-    of ranks: the first eval_iters * batch_size of val, or all. A last batch that is not full is filled up with rows
-    that do not count, since the compiled model sees one shape.
-    """
-    compiled.eval()
-    n = min(len(val_windows), eval_iters * batch_size)
-    nats, tokens, bytes_ = 0.0, 0, 0
-    for first in range(rank * batch_size, n, world_size * batch_size):
-        rows = np.arange(first, first + batch_size)
-        x, y = read_rows(val_windows, np.minimum(rows, n - 1))
-        y = np.where(rows[:, None] < n, y, IGNORE)
-        with autocast:
-            nats += compiled(to_device(x), to_device(y)).item()
-        tokens += int((y != IGNORE).sum())
-        bytes_ += int(bytes_of[y[y != IGNORE]].sum())
-    compiled.train()
-    if dist.is_initialized():
-        totals = torch.tensor([nats, tokens, bytes_], dtype=torch.float64, device=compute_device)
-        dist.all_reduce(totals)
-        nats, tokens, bytes_ = totals.tolist()
-    return nats / tokens, nats / math.log(2) / max(bytes_, 1)
+def val_batch(indices):
+    """x and y of some rows of val, for validation_loss."""
+    return [to_device(array) for array in read_rows(val_windows, indices)]
 
 
 def sample():
@@ -327,7 +298,9 @@ while True:
             save()
         else:
             runtime.print_once("evaluating ...")
-        val_loss, val_bpb = estimate_loss()
+        with autocast:
+            val_loss, val_bpb = validation_loss(compiled, val_batch, min(len(val_windows), eval_iters * batch_size), batch_size,
+                                                bytes_of, rank, world_size)
         val_iter = iter_num
         best_val_loss = min(best_val_loss, val_loss)
         if rank == 0:
