@@ -386,8 +386,7 @@ class GPT(nn.Module):
         """
         idx (B, T) int64 -> (B, T, C), what lm_head turns into logits.
         positions: (B, T) int64, where each token stands; None: 0 .. T - 1.
-        mask: (B, 1, T, T) boolean, True where a query (third) may look at a key (fourth); None: causal. A row of several
-        texts packed together has one that is causal within each text, and positions that restart with each.
+        mask: (B, 1, T, T) boolean, True where a query (third) may look at a key (fourth); None: causal. See packed.
         cache: from new_cache; keys and values are written there at `positions`, and each query sees what the
         cache holds at or before its own position. Needs positions and no mask.
         """
@@ -481,6 +480,20 @@ class GPT(nn.Module):
     def cache_dtype(self):
         device = self.lm_head.weight.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.lm_head.weight.dtype
+
+
+def packed(idx, first_id):
+    """
+    The positions (B, T) int64 and the mask (B, 1, T, T) boolean of rows idx (B, T) in which several texts are packed, each
+    beginning with first_id, which stands nowhere else: positions restart with each text and attention stays inside it. What
+    pads a row is first_id too, each place of it a text of its own, so that no query is left without a key.
+    """
+    begins = idx == first_id
+    text = begins.cumsum(1)
+    index = torch.arange(idx.size(1), device=idx.device)
+    positions = index - torch.where(begins, index, 0).cummax(1).values
+    mask = (text[:, None, :, None] == text[:, None, None, :]).tril()  # causal within each text
+    return positions, mask
 
 
 def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, generator=None, n_vocab=None):

@@ -9,8 +9,9 @@ Documents become one stream of tokens, <|endoftext|> before each, cut into shard
 is for validation. Memory stays bounded whatever the size of the source. Stop it at any moment and start it
 again: it goes on behind the last whole shard and ends with the same bytes, for any number of processes.
 
-This file owns what a shard is and what a tokenizer is; the trainers import both from here.
+This file owns what a shard is, what a tokenizer is and what a conversation is; the trainers import them from here.
 """
+import ast
 import functools
 import glob
 import hashlib
@@ -232,6 +233,203 @@ def rows_to_windows(rows, n, seed):
 
 
 # ---------------------------------------------------------------------------------------------------
+# conversations -> packed rows. A conversation of n ids takes n - 1 places of a row: all but its last id are inputs, all
+# but its first are targets. On disk a row is x and y, (2, max_seq_len) uint16: y holds the next id where it is trained
+# on and <|endoftext|>, which never is, elsewhere; x begins each conversation with <|endoftext|> and is padded with it.
+
+def read_conversations(source):
+    """
+    Yields (where, messages) of one source: a local .jsonl file with {"messages": [...]} on each line, or a data set of the
+    Hugging Face hub as owner/name or owner/name/config (its split train; a folder of such files does as well). What is no such line is named and refused.
+    """
+    if source.endswith(".jsonl") or os.path.isfile(source):
+        try:
+            with open(source, "rb") as f:
+                for number, line in enumerate(f, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        yield f"{source}, line {number}", json.loads(line.decode())["messages"]
+                    except (ValueError, KeyError, TypeError, RecursionError) as error:
+                        fail(f'{source}, line {number}: expected {{"messages": [...]}}: {type(error).__name__}: {str(error)[:200]}')
+        except OSError as error:
+            fail(f"--data: {source}: {error}")
+        return
+    name, config = source, None
+    if not os.path.isdir(source):
+        name, config = ("/".join(part) or None for part in (source.split("/")[:2], source.split("/")[2:]))
+    if name == "HuggingFaceTB/smoltalk":
+        config = config or "all"
+    os.environ.setdefault("USE_TORCH", "0")
+    import datasets
+    try:
+        data = datasets.load_dataset(name, config, split="train")
+    except Exception as error:  # whatever the hub, the network and the disk raise
+        fail(f"--data: {source} is no file, and as a data set of the hub it cannot be opened: {type(error).__name__}: {error}")
+    if "messages" not in data.column_names:
+        fail(f"--data: {source}: has no column messages, but {', '.join(data.column_names)}")
+    for i, messages in enumerate(data["messages"]):
+        yield f"{source}, row {i}", messages
+
+
+def parse_mixture(text):
+    """'a.jsonl:1,b.jsonl:3' -> [("a.jsonl", 1.0), ("b.jsonl", 3.0)]; without a number a source has the weight 1."""
+    sources = []
+    for part in filter(None, map(str.strip, text.split(","))):
+        source, colon, weight = part.rpartition(":")
+        try:
+            weight = float(weight)
+        except ValueError:  # no number: the colon, if there is one, is the path's
+            source, weight = part, 1.0
+        if not (source and 0 < weight < 1e6):
+            fail(f"--data={text}: {part!r}: expected a source, or source:weight with a weight above 0, in passes an epoch")
+        sources.append((os.path.expanduser(source), weight))
+    if not sources:
+        fail(f"--data={text!r}: expected a .jsonl file or a data set of the hub, or several with weights: a.jsonl:1,b.jsonl:3")
+    return sources
+
+
+def fit_conversation(tokenizer, messages, max_seq_len):
+    """
+    -> x, y (2, n) uint16 of a conversation that may take max_seq_len places at most, and what was left out of it, "" for
+    nothing. It is cut behind an answer: one that ends in mid-sentence teaches never to stop. None where not even the first
+    answer ends within the row.
+    """
+    ids, trained = render_chat(tokenizer, messages)
+    end = chat_tokens(tokenizer)["end"]
+    length = max((i + 1 for i in range(min(len(ids), max_seq_len + 1)) if trained[i] and ids[i] == end), default=0)
+    if length == 0:
+        return None, "dropped: longer than a row before its first answer ends"
+    ids, trained = np.array(ids, dtype="<u2"), np.array(trained)
+    pair = np.stack([ids[:length - 1], np.where(trained[1:length], ids[1:length], np.uint16(tokenizer.eot_token))])
+    if length == len(ids):
+        return pair, ""
+    return pair, "cut behind an answer: longer than a row" if len(ids) > max_seq_len + 1 else "cut behind its last answer: it ends in a question"
+
+
+def best_fit(lengths, room):
+    """
+    Best-fit decreasing bin packing (Johnson 1974): each item, the longest first, goes where it leaves the least room, or
+    into a new row. lengths: (n,) int, each at most room -> a list of rows, each a list of items.
+    """
+    rows, with_room = [], [[] for _ in range(room + 1)]  # with_room[r]: the rows that have r places left
+    some = 0  # a bit set: bit r says that with_room[r] is not empty
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        fitting = some >> length
+        if fitting:
+            left = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[left].pop()
+            if not with_room[left]:
+                some ^= 1 << left
+        else:
+            left, row = room, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        with_room[left - length].append(row)
+        some |= 1 << left - length
+    return rows
+
+
+def load_conversations(sources, tokenizer, max_seq_len, notes):
+    """
+    -> for each (source, weight) the (2, n) pairs of its conversations. What was cut or skipped is counted in notes:
+    {reason: [count, where the first was]}.
+    """
+    pairs, told = [[] for _ in sources], time.time()
+    for i, (source, _) in enumerate(sources):
+        for where, messages in read_conversations(source):
+            if messages and chat_fault(messages[:1]) == "an empty message" and messages[0]["role"] == "system":
+                notes.setdefault("system message left out: it is empty", [0, where])[0] += 1
+                messages = messages[1:]
+            fault = chat_fault(messages)
+            pair, note = (None, f"skipped: {fault}") if fault else fit_conversation(tokenizer, messages, max_seq_len)
+            if note:
+                notes.setdefault(note, [0, where])[0] += 1
+            if pair is not None:
+                pairs[i].append(pair)
+            if time.time() > told + 2:
+                print(f"  {source}: {len(pairs[i]):,} conversations", file=sys.stderr, end="\r", flush=True)
+                told = time.time()
+        if not pairs[i]:
+            found = "; ".join(f"{count} {note} ({where})" for note, (count, where) in notes.items())
+            fail(f"--data: {source}: no conversation in it can be used: {found or 'it is empty'}")
+    return pairs
+
+
+def write_rows(path, pairs, max_seq_len, pack, eot):
+    """Packs pairs (2, n) into rows at `path` -> what plan.json says of them."""
+    rows = best_fit(np.array([pair.shape[1] for pair in pairs]), max_seq_len) if pack else [[i] for i in range(len(pairs))]
+    rng, digest = np.random.default_rng(len(rows)), hashlib.sha256()
+    rng.shuffle(rows)  # best_fit's first rows hold the longest conversations, and val may be read only in part
+    out = np.lib.format.open_memmap(path, mode="w+", dtype="<u2", shape=(len(rows), 2, max_seq_len))
+    for r, row in enumerate(rows):
+        packed = np.concatenate([pairs[i] for i in row], axis=1)
+        out[r] = eot
+        out[r, :, :packed.shape[1]] = packed
+        digest.update(out[r].tobytes())
+    out.flush()
+    return {"conversations": len(pairs), "rows": len(rows), "tokens": sum(pair.shape[1] for pair in pairs),
+            "trained": sum(int((pair[1] != eot).sum()) for pair in pairs), "fingerprint": digest.hexdigest()}
+
+
+def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed, build):
+    """
+    The packed rows of a mixture of conversations, made once and kept in chat_dir under a name that tells what they were
+    made from (a file by its content, a data set of the hub by its name). One process of a machine makes them (`build`),
+    the others wait. val_data None: one in 50 of each source's conversations, which are not trained on.
+    -> train, val: (rows, 2, max_seq_len) uint16, memory-mapped, and the plan: counts of what is in them and what was left out.
+    """
+    splits = {"train": parse_mixture(data), **({"val": parse_mixture(val_data)} if val_data else {})}
+    identity = [tokenizer_name, max_seq_len, pack, seed]
+    for split, sources in splits.items():
+        for source, weight in sources:
+            content = source
+            if os.path.isfile(source):
+                with open(source, "rb") as f:
+                    content = hashlib.file_digest(f, "sha256").hexdigest()
+            identity.append([split, content, weight])
+    folder = Path(chat_dir) / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    if build and not folder.exists():
+        print(f"packing {data} into rows of {max_seq_len} ...", flush=True)
+        tokenizer, notes = get_tokenizer(tokenizer_name), {}
+        pairs = {split: [] for split in ("train", "val")}
+        for split, sources in splits.items():
+            for i, (loaded, (_, weight)) in enumerate(zip(load_conversations(sources, tokenizer, max_seq_len, notes), sources)):
+                order = np.random.default_rng((seed, i)).permutation(len(loaded))
+                if not val_data:
+                    held_out = -(-len(order) // 50) if len(order) > 1 else 0
+                    pairs["val"] += [loaded[j] for j in order[:held_out]]
+                    order = order[held_out:]
+                passes = [order] * int(weight) + [order[:round(weight % 1 * len(order))]]
+                pairs[split] += [loaded[j] for j in np.concatenate(passes)]
+        if not pairs["train"] or not pairs["val"]:
+            fail(f"--data={data}: {len(pairs['train'])} conversations to train on and {len(pairs['val'])} to validate on, expected "
+                 f"at least one of each; give more, or others with --val_data")
+        temporary = Path(f"{folder}.{os.getpid()}.tmp")
+        try:
+            os.makedirs(temporary)
+            plan = {split: write_rows(temporary / f"{split}.npy", pairs[split], max_seq_len, pack, tokenizer.eot_token)
+                    for split in pairs}
+            write_atomically(temporary / "plan.json", json.dumps({**plan, "notes": notes, "made_from": identity}, indent=1).encode())
+            if not folder.exists():  # another machine on the same disk may have been sooner
+                os.rename(temporary, folder)
+        except OSError as error:
+            fail(f"--chat_dir={chat_dir}: the packed rows cannot be written: {error}")
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    while not folder.exists():
+        time.sleep(0.1)
+    try:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        train, val = (np.load(folder / f"{split}.npy", mmap_mode="r") for split in ("train", "val"))
+        assert train.shape == (plan["train"]["rows"], 2, max_seq_len) and val.shape == (plan["val"]["rows"], 2, max_seq_len)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        fail(f"{folder}: packed rows that cannot be read ({type(error).__name__}: {error}); remove the folder, they are made again")
+    return train, val, plan
+
+
+# ---------------------------------------------------------------------------------------------------
 # sources: each yields (state, documents) in a fixed order; given a state back, it goes on from there
 
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json", "json": "json", "txt": "text"}  # suffix -> reader in `datasets`
@@ -260,17 +458,47 @@ def dataset_batches(data, column, state):
                           f"the same command goes on from there")
 
 
-def python_batches(state):
+def python_files():
     """
-    Python's own standard library, file by file, in an order that mixes its packages (by the hash of each name).
-    Its tests are left out, and tables that are data in disguise.
+    The files of Python's own standard library, in an order that mixes its packages (by the hash of each name). Its
+    tests are left out, and tables that are data in disguise. -> [(name, path)]
     """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    paths = [p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
-    paths.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
+    names = [p.relative_to(root).as_posix() for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts)]
+    return [(name, root / name) for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())]
+
+
+def python_batches(state):
+    """The text of python_files, 16 at a time."""
+    paths = [path for _, path in python_files()]
     for i in range(state or 0, len(paths), 16):
         yield i, [path.read_text(encoding="utf-8", errors="replace") for path in paths[i:i + 16]]
+
+
+def python_conversations():
+    """
+    Questions about what the standard library documents: its public functions and classes, and the first paragraph of their
+    docstrings, where that is no longer than 160 characters. -> a list of {"messages"}.
+    """
+    conversations = []
+    for name, path in python_files():
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+        except SyntaxError:
+            continue
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for node in tree.body:
+            members = node.body if isinstance(node, ast.ClassDef) else []
+            for parent, item in [("", node)] + [(f"{node.name}.", member) for member in members]:
+                if not isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or "._" in f".{module}.{parent}{item.name}":
+                    continue
+                answer = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
+                if 10 <= len(answer) <= 160 and answer.isascii():
+                    question = f"What {'is' if isinstance(item, ast.ClassDef) else 'does'} {module}.{parent}{item.name}"
+                    question += "?" if isinstance(item, ast.ClassDef) else " do?"
+                    conversations.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+    return conversations
 
 
 def parquet_text_bytes(paths, column):
@@ -523,6 +751,9 @@ if __name__ == "__main__":
             os.remove(path)
         fail(f"--val_tokens={val_tokens}: the source has only {counts['tokens']} tokens, so none are left to train on; "
              + (f"try --val_tokens={counts['tokens'] // 10}" if counts["tokens"] >= 10 else "that is no text"))
+    if from_python:
+        conversations = python_conversations()
+        write_atomically(f"{data_dir}/chat.jsonl", *(json.dumps(c).encode() + b"\n" for c in conversations))
     meta = {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(get_tokenizer(tokenizer)),
             "documents": counts["documents"], "tokens": counts["tokens"], "bytes": counts["bytes"],
             "source": source, "exhausted": counts["tokens"] < wanted}
@@ -534,6 +765,8 @@ if __name__ == "__main__":
         print(f"{counts['empty']} documents were empty and are left out")
     if not meta["exhausted"]:
         print(f"stopped at --max_tokens={max_tokens}; the last document may be cut")
+    if from_python:
+        print(f"{data_dir}/chat.jsonl: {len(conversations):,} questions and answers, from its docstrings")
     print(f"the first {val_tokens:,} tokens are for validation\n"
           f"train on it: python train_gpt2.py --data_dir={data_dir} (GPT-2 124M; in minutes on a laptop: "
           f"python train_gpt2.py config/quickstart.py --data_dir={data_dir} --out_dir=out)")

@@ -13,10 +13,12 @@ import time
 import traceback
 import zipfile
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import fail
 from model import GPT, GPTConfig
@@ -153,6 +155,16 @@ def compiler_problem(device, backend):
 def graphs_compiled():
     """Graphs that torch.compile has made in this process so far: what it gains after the warm-up are recompiles."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def distribute(model, device):
+    """The model, compiled or not, in torch's DistributedDataParallel where there are ranks to share its gradients with."""
+    if not dist.is_initialized():
+        return model
+    # the model's only buffers are constants; the argument that leaves them alone has another name from torch 2.13 on
+    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
+               **{sync_buffers: False})
 
 
 # ---------------------------------------------------------------------------------------------------

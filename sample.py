@@ -1,8 +1,9 @@
 """
-Continues a prompt with a trained model.
+Continues a prompt with a trained model, or talks to a chat model.
 
     python sample.py --checkpoint=out/ckpt.pt --prompt='def main(' --num_samples=3
     python sample.py --prompt=FILE:prompt.txt
+    python sample.py --checkpoint=out-chat/ckpt.pt --chat=True
 """
 import codecs
 import math
@@ -10,12 +11,14 @@ from typing import Literal, Optional
 
 import runtime
 from configurator import configure, expect_range, fail
-from prepare_data import END_OF_TEXT, get_tokenizer
+from prepare_data import END_OF_TEXT, chat_tokens, get_tokenizer, render_chat
 
 # ---------------------------------------------------------------------------------------------------
 # settings
 checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in
 prompt: str = ""  # text to continue, or FILE:path to read it from; empty: the start of a document
+chat: bool = False  # a conversation in the terminal instead; with a prompt: the answer to it
+system: str = ""  # chat: what the model is told before the conversation; empty: nothing
 num_samples: int = 1  # texts, one after the other
 max_new_tokens: int = 256  # length of each at most
 temperature: float = 0.8  # 0: always the likeliest token
@@ -50,25 +53,107 @@ tokenizer = get_tokenizer(loaded["tokenizer"])
 print(f"{checkpoint}: {loaded['stage']} model, {loaded['model_args']['arch']}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M "
       f"parameters, step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}")
 
+special = chat_tokens(tokenizer)
+stop_ids = [tokenizer.eot_token] + ([*special.values()] if chat else [])
+
+
+def write(ids, n, seed):
+    """Prints up to n tokens behind ids as they come -> the text, and what ended it: one of stop_ids, Ctrl-C or the length."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+    text, ended_by = "", "length"
+    n_vocab = tokenizer.n_vocab + (len(special) if chat else 0)
+    try:
+        with autocast:
+            for token, in model.generate([ids], n, temperature, top_k, top_p, min_p, stop_ids, seed, n_vocab):
+                if token in stop_ids:
+                    ended_by = "stop id"
+                    break
+                piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
+                print(runtime.printable(piece), end="", flush=True)
+                text += piece
+    except KeyboardInterrupt:
+        if not chat:
+            raise
+        print(" (stopped)", end="")
+        ended_by = "Ctrl-C"
+    except ValueError as error:
+        print()
+        fail(f"--checkpoint={checkpoint}: {error}")
+    rest = decoder.decode(b"", final=True)
+    print(rest, flush=True)
+    return text + rest, ended_by
+
+
+# ---------------------------------------------------------------------------------------------------
+# chat
+def answer(messages, turn):
+    """
+    Prints the model's answer to messages -> the messages from here on: with the answer, and without the oldest turns
+    where all of them are too long; without the last where it alone is.
+    """
+    positions, before = model.config.max_seq_len, messages[:-1]
+    start = 1 if messages[0]["role"] == "system" else 0
+    forgotten = 0
+    while True:
+        ids = render_chat(tokenizer, messages)[0] + [special["assistant"]]
+        if len(ids) + min(max_new_tokens, positions // 2) <= positions or len(messages) == start + 1:
+            break
+        messages = messages[:start] + messages[start + 2:]
+        forgotten += 1
+    if len(ids) >= positions:
+        print(f"(your message makes {len(ids)} tokens, but the model has {positions} positions: say it in fewer words)")
+        return before
+    if forgotten:
+        print(f"(the oldest {forgotten} {'turn does' if forgotten == 1 else 'turns do'} not fit any more and "
+              f"{'is' if forgotten == 1 else 'are'} forgotten)")
+    text, ended_by = write(ids, min(max_new_tokens, positions - len(ids)), None if seed is None else seed + turn)
+    if ended_by == "length" and len(ids) + max_new_tokens > positions:
+        print("(the model's positions are full)")
+    return messages + [{"role": "assistant", "content": text}]
+
+
+if chat:
+    if loaded["stage"] != "chat":
+        print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
+    beginning = [{"role": "system", "content": system}] if system else []
+    messages, turn = list(beginning), 0
+    if text:
+        answer(messages + [{"role": "user", "content": text}], 0)
+        raise SystemExit(0)
+    try:
+        import readline  # noqa: F401 where it is there, arrow keys work in input()
+    except ImportError:
+        pass
+    print("/reset begins anew, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+    while True:
+        try:
+            text = input("\nyou: ").strip()
+        except KeyboardInterrupt:
+            print("  (/quit or Ctrl-D ends)")
+            continue
+        except EOFError:
+            print()
+            break
+        if text == "/quit":
+            break
+        if text == "/reset":
+            messages = list(beginning)
+        elif text:
+            print("model: ", end="", flush=True)
+            messages = answer(messages + [{"role": "user", "content": text}], turn)
+            turn += 1
+    raise SystemExit(0)
+
+# ---------------------------------------------------------------------------------------------------
+# a text
 ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(text)  # a special token that the prompt spells is text
 if len(ids) > model.config.max_seq_len:
     print(f"the prompt has {len(ids)} tokens, the model {model.config.max_seq_len} positions: it reads the last part of the prompt")
 elif len(ids) + max_new_tokens - 1 > model.config.max_seq_len:
     print(f"prompt and answer are longer than the model's {model.config.max_seq_len} positions: it will forget the beginning")
-
-# ---------------------------------------------------------------------------------------------------
-# text
 for i in range(num_samples):
     print("-" * 5 + (f" sample {i + 1}" if num_samples > 1 else ""))
     print(text, end="", flush=True)
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
-    try:
-        with autocast:
-            for token, in model.generate([ids], max_new_tokens, temperature, top_k, top_p, min_p, [tokenizer.eot_token],
-                                         None if seed is None else seed + i, tokenizer.n_vocab):
-                if token != tokenizer.eot_token:
-                    print(runtime.printable(decoder.decode(tokenizer.decode_single_token_bytes(token))), end="", flush=True)
-    except ValueError as error:
-        print()
-        fail(f"--checkpoint={checkpoint}: {error}")
-    print(decoder.decode(b"", final=True) + (f"\n{END_OF_TEXT}" if token == tokenizer.eot_token else ""))
+    _, ended_by = write(ids, max_new_tokens, None if seed is None else seed + i)
+    if ended_by == "stop id":
+        print(END_OF_TEXT)

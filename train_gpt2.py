@@ -12,13 +12,11 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
-from inspect import signature
 from typing import Literal, Optional
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import runtime
 from configurator import configure, expect_range, fail
@@ -262,12 +260,7 @@ if compile:
         runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
     else:
         compiled = torch.compile(orig_model, dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
-model = compiled
-if dist.is_initialized():
-    # the model's only buffers are constants; the argument that leaves them alone has another name from torch 2.13 on
-    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
-    model = DDP(compiled, device_ids=[compute_device.index] if compute_device.type == "cuda" else None,
-                gradient_as_bucket_view=True, **{sync_buffers: False})
+model = runtime.distribute(compiled, compute_device)
 if compiled is not orig_model:  # both graphs are made now: one that is made later is a recompile
     t0 = time.time()
     runtime.print_once("compiling ...")

@@ -1,0 +1,398 @@
+"""
+Turns a base model into one to talk to: supervised fine-tuning on conversations.
+
+    python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl          # {"messages": [{"role", "content"}, ...]} a line
+    torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3
+    python chat_sft.py --print_batch=True                                     # what is about to be trained on, token by token
+    python chat_sft.py --init_from=resume --out_dir=out-chat                  # goes on, exactly where it stopped
+
+Whole conversations are packed into rows of one fixed length, so the compiled model sees one shape and next to no padding;
+attention stays inside each conversation. The loss is that of what the assistant says.
+
+In the order it runs: settings, process, data, model, optimizer, and the loop: save, evaluate, forward, backward, step, log.
+"""
+import json
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, Optional
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import runtime
+from configurator import configure, expect_range, fail
+from evaluate import validation_loss
+from model import GPT, GPTConfig, IGNORE, packed
+from optim import check_schedule, get_lr, new_optimizer
+from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, rows_to_windows, token_bytes
+
+# ---------------------------------------------------------------------------------------------------
+# settings
+# output
+out_dir: str = "out-chat"  # checkpoint, config.json, log.jsonl and loss.png go here
+init_from: str = "out/ckpt.pt"  # the checkpoint to start from, or resume (from out_dir)
+overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
+eval_interval: int = 100  # steps between evaluations; a checkpoint is saved before each
+eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val
+log_interval: int = 10  # steps between two lines of the log
+sample_tokens: int = 128  # length at most of the answer shown at each evaluation, to the first question of val; 0: none
+# data
+data: str = "HuggingFaceTB/smoltalk"  # .jsonl files and data sets of the hub (owner/name/config), each with :passes an epoch
+val_data: Optional[str] = None  # the same for validation; None: one in 50 conversations of each source, not trained on
+chat_dir: str = "data/chat"  # the packed rows are made once and kept here
+pack: bool = True  # as many whole conversations to a row as fit; False: one
+print_batch: bool = False  # show the first micro-batch, [what is trained on] marked, and exit
+batch_size: int = 4  # rows of a micro-batch, on each rank
+gradient_accumulation_steps: int = 8  # micro-batches of a step, over all ranks: 1, 2, 4 or 8 of them train the same model
+max_seq_len: Optional[int] = None  # tokens of a row; None: 2048, or the model's positions where those are fewer
+# model
+dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
+# AdamW
+learning_rate: float = 1e-4  # peak
+epochs: float = 1.0  # passes over the rows
+max_iters: Optional[int] = None  # steps, counted from the start of the run; None: as many as the epochs take
+weight_decay: float = 0.0  # of matrices and embeddings; norms and biases have none
+beta1: float = 0.9  # of the mean of the gradients
+beta2: float = 0.95  # of the mean of their squares
+grad_clip: float = 1.0  # norm to which gradients are clipped; 0: not at all
+# its schedule
+lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay, linear at the end
+warmup_iters: Optional[int] = None  # steps of linear rise; None: a tenth of the run, 100 at most
+lr_decay_iters: Optional[int] = None  # step at which min_lr is reached; None: max_iters
+min_lr: float = 0.0  # the end of the decay
+wsd_decay_frac: float = 0.2  # wsd: the part of lr_decay_iters in which the rate falls
+# system
+device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
+compile: bool = True  # torch.compile, one graph for one shape
+compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None  # None: torch's default
+compile_backend: str = "inductor"  # of torch.compile
+seed: int = 1337  # of the order of the data
+config, given = configure(globals())
+
+# ---------------------------------------------------------------------------------------------------
+# settings that a checkpoint brings along
+resuming = init_from == "resume"
+source = out_dir if resuming else init_from
+checkpoint = runtime.load_checkpoint(source)
+if resuming:
+    if checkpoint["stage"] != "chat":
+        fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model, whose run is not one of chat_sft.py; to tune it give "
+             f"--init_from={out_dir}/ckpt.pt and another --out_dir")
+    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed"),
+                                   per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
+positions = checkpoint["model_args"]["max_seq_len"]
+if config["max_seq_len"] is None:
+    config["max_seq_len"] = min(2048, positions)
+globals().update(config)
+if max_seq_len > positions:
+    fail(f"--max_seq_len={max_seq_len}: the model in {source} has {positions} positions; give at most that")
+
+# ---------------------------------------------------------------------------------------------------
+# process
+expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps")
+expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
+             "weight_decay", "grad_clip", "epochs")
+expect_range(config, 4, math.inf, "max_seq_len")
+expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout")
+expect_range(config, 0, 2 ** 63 - 1, "seed")
+
+rank, world_size, compute_device = runtime.init_process(device)
+if gradient_accumulation_steps % world_size:
+    near = gradient_accumulation_steps // world_size * world_size
+    fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: does not divide by {world_size} ranks; "
+         f"{f'{near} or ' if near else ''}{near + world_size} would")
+micro_steps = gradient_accumulation_steps // world_size  # on this rank
+rows_per_step = batch_size * gradient_accumulation_steps
+compute_dtype = runtime.pick_dtype(dtype, compute_device)
+autocast = runtime.autocast(compute_device, compute_dtype)
+if not print_batch:
+    runtime.check_out_dir(out_dir, keep=resuming, overwrite=overwrite)
+
+# ---------------------------------------------------------------------------------------------------
+# data
+tokenizer = get_tokenizer(checkpoint["tokenizer"])
+special = chat_tokens(tokenizer)
+eot = tokenizer.eot_token
+bytes_of = token_bytes(tokenizer)
+train_rows, val_rows, plan = chat_rows(chat_dir, data, val_data, checkpoint["tokenizer"], max_seq_len, pack, seed,
+                                       build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+if resuming and checkpoint["data"] != plan["train"]["fingerprint"]:
+    fail(f"--data={data}: these are not the rows the run was started with; to train these weights on other conversations start "
+         f"a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
+
+
+def count(rows):
+    """rows (n, 2, T) -> how many targets are trained on, and how many places are not padding."""
+    x, y = rows[:, 0], rows[:, 1]
+    begins = np.append(x[:, 1:] != eot, np.zeros((len(x), 1), bool), axis=1)  # <|endoftext|> before other ids begins a conversation
+    return int((y != eot).sum()), int(((x != eot) | begins).sum())
+
+
+def to_model(rows):
+    """rows (B, 2, T) uint16 -> what the model takes: x, y (B, T) int64 and, for packed rows, positions (B, T) and a mask."""
+    rows = torch.from_numpy(rows.astype(np.int64))
+    rows = rows.pin_memory().to(compute_device, non_blocking=True) if compute_device.type == "cuda" else rows.to(compute_device)
+    x, y = rows.unbind(1)
+    y = torch.where(y == eot, IGNORE, y)
+    if not pack:
+        return x.contiguous(), y  # what pads a row lies behind its conversation, where causal attention does not look
+    x = x.contiguous()
+    return x, y, *packed(x, eot)
+
+
+def step_rows(first_row, n):
+    """n rows of the run from first_row on: (n, 2, T) uint16."""
+    return train_rows[rows_to_windows(range(first_row, first_row + n), len(train_rows), seed)]
+
+
+def get_batch(first_row):
+    return to_model(step_rows(first_row, batch_size))
+
+
+def val_batch(indices):
+    return to_model(val_rows[indices])
+
+
+def show(row):
+    """A row (2, T) as text, its tokens divided by |, [those that are trained on] in brackets."""
+    x, y = row.tolist()
+    useful = max((i + 1 for i in range(max_seq_len) if y[i] != eot), default=0)
+    text = ""
+    for i in range(useful):
+        text += ("\n\n" if i and x[i] == eot else "") + ("<|endoftext|>|" if x[i] == eot else "")
+        last = i + 1 == useful or x[i + 1] == eot
+        token = decode_chat(tokenizer, [y[i] if last else x[i + 1]]).replace("\n", "\\n")
+        text += (f"[{token}]" if y[i] != eot else token) + ("" if last else "|")
+    return text + f"\n\n(padding: {max_seq_len - useful} of {max_seq_len} places)"
+
+
+if print_batch:
+    if rank == 0:
+        for i, row in enumerate(step_rows(0, batch_size)):
+            print(f"----- row {i + 1} of the first {batch_size}, [trained on]\n{runtime.printable(show(row))}")
+    raise SystemExit(0)
+
+if max_iters is None:
+    max_iters = math.ceil(epochs * len(train_rows) / rows_per_step)
+decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
+if warmup_iters is None:
+    warmup_iters = min(100, decay_iters // 10)
+try:
+    check_schedule(lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+except ValueError as error:
+    fail(error)
+
+# ---------------------------------------------------------------------------------------------------
+# model
+model_args = {**checkpoint["model_args"], "dropout": dropout}
+orig_model = GPT(GPTConfig(**model_args))
+orig_model.load_state_dict(checkpoint.pop("model"))
+orig_model.to(compute_device)
+
+optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
+scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
+iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
+if resuming:
+    optimizer.load_state_dict(checkpoint.pop("optimizer"))
+    for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
+        group["betas"], group["weight_decay"] = (beta1, beta2), decay
+    if scaler.is_enabled() and checkpoint["scaler"]:
+        scaler.load_state_dict(checkpoint["scaler"])
+    iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
+        checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
+    if max_iters < iter_num:
+        fail(f"--max_iters={max_iters}: the checkpoint in {out_dir} has taken {iter_num} steps already; give more")
+else:
+    runtime.print_once(f"{source}: {checkpoint['stage']} model, step {checkpoint['iter_num']}, val loss {checkpoint['val_loss']:.4f}")
+tokenizer_name = checkpoint["tokenizer"]
+checkpoint = None  # frees its memory
+
+# ---------------------------------------------------------------------------------------------------
+# what the loop calls now and then
+
+def sample():
+    """What the model answers now to the first question of val."""
+    x = val_rows[0, 0].tolist()
+    prompt = x[:x.index(special["assistant"]) + 1]
+    ids = []
+    try:
+        with autocast:
+            for token, in orig_model.generate([prompt], sample_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
+                                              stop_ids=[eot, *special.values()], n_vocab=tokenizer.n_vocab + len(special)):
+                ids.append(token)
+    except ValueError as error:
+        return f"(none: {error})"
+    return runtime.printable(decode_chat(tokenizer, prompt[1:] + ids))
+
+
+def save():
+    if rank == 0:
+        runtime.save_checkpoint(out_dir, {
+            "model": orig_model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+            "model_args": model_args, "config": config, "tokenizer": tokenizer_name, "data": plan["train"]["fingerprint"],
+            "stage": "chat", "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
+            "val_iter": val_iter})  # val_loss is that of step val_iter: a step is saved before it is evaluated
+        runtime.after_interrupt = (f": step {iter_num} is saved; go on with python chat_sft.py --init_from=resume "
+                                   f"--out_dir={out_dir}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# say what is about to happen
+runtime.print_once(
+    f"model: {model_args['arch']}, {model_args['attention']}, {model_args['n_layer']} layers, {model_args['n_embd']} wide, "
+    f"{sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters, {positions} positions\n"
+    f"data: {data}, {plan['train']['conversations']:,} conversations in {len(train_rows):,} rows of {max_seq_len}; of the places "
+    f"{100 * plan['train']['tokens'] / (len(train_rows) * max_seq_len):.1f}% are useful and "
+    f"{100 * plan['train']['trained'] / (len(train_rows) * max_seq_len):.1f}% trained on; "
+    f"{plan['val']['conversations']:,} conversations for validation")
+for note, (n, where) in plan["notes"].items():
+    runtime.print_once(f"  {n:,} {'conversation' if n == 1 else 'conversations'} {note} (the first: {where})")
+runtime.print_once(
+    f"run: {max_iters:,} steps of {rows_per_step} rows ({rows_per_step * max_seq_len:,} places), "
+    f"{max_iters * rows_per_step / len(train_rows):.2f} epochs; {world_size} x {compute_device.type}, {compute_dtype}")
+changed = ", ".join(f"{name}={value}" for name, value in given.items())
+runtime.print_once(f"settings given: {changed or 'none, all defaults'}")
+if rank == 0:
+    if not resuming:
+        runtime.clear_out_dir(out_dir)
+    with open(f"{out_dir}/config.json", "w", encoding="utf-8") as f:
+        json.dump(config, f, indent=1)
+        f.write("\n")
+    if resuming:
+        runtime.write_log(out_dir, event="resume", iter=iter_num, tokens=rows_seen * max_seq_len)
+        lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+        print(f"resumed at step {iter_num}, {rows_seen:,} rows seen, " + (
+            f"learning rate {lr:.2e}" if iter_num < max_iters else f"nothing left to train: --max_iters={max_iters}"))
+    runtime.after_interrupt = f": step {iter_num} is saved, nothing since" if resuming else ": nothing is saved yet"
+
+# ---------------------------------------------------------------------------------------------------
+# Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
+# every checkpoint, uses orig_model, whose parameters are the very same tensors.
+compiled = orig_model
+if compile:
+    problem = runtime.compiler_problem(compute_device, compile_backend)
+    if problem:
+        runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
+    else:
+        compiled = torch.compile(orig_model, dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
+model = runtime.distribute(compiled, compute_device)
+if compiled is not orig_model:  # both graphs are made now: one that is made later is a recompile
+    t0 = time.time()
+    runtime.print_once("compiling ...")
+    inputs = get_batch(0)
+    with autocast:
+        model(*inputs).backward()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad(), autocast:
+        compiled.eval()(*inputs).item()
+    compiled.train()
+    runtime.print_once(f"compiled in {time.time() - t0:.0f} s")
+    if rank == 0:
+        runtime.write_log(out_dir, event="compiled", seconds=time.time() - t0)
+graphs_expected = runtime.graphs_compiled()
+flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
+
+# ---------------------------------------------------------------------------------------------------
+# the loop; iter_num counts the steps taken
+pool = ThreadPoolExecutor(1)  # reads the next micro-batch while this one is computed
+next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
+resumed_at, skipped, recompiles = iter_num, 0, 0
+# since the last line of the log
+loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
+while True:
+    # save, then evaluate and sample: whatever goes wrong there, the step is on disk
+    if iter_num % eval_interval == 0 or iter_num >= max_iters:
+        seconds += time.time() - t0
+        if iter_num > resumed_at:
+            save()
+        else:
+            runtime.print_once("evaluating ...")
+        with autocast:
+            val_loss, val_bpb = validation_loss(compiled, val_batch, min(len(val_rows), eval_iters * batch_size), batch_size,
+                                                bytes_of, rank, world_size)
+        val_iter = iter_num
+        best_val_loss = min(best_val_loss, val_loss)
+        if rank == 0:
+            print(f"step {iter_num}: val loss {val_loss:.4f}, {val_bpb:.4f} bits per byte of the assistant's text")
+            runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, val_loss=val_loss, val_bpb=val_bpb)
+            picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
+            if sample_tokens:
+                print(f"----- sample\n{sample()}\n-----", flush=True)
+        t0 = time.time()
+    if iter_num >= max_iters:
+        break
+
+    # forward and backward
+    torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
+    targets, useful = count(step_rows(rows_seen, rows_per_step))  # of all micro-steps and ranks: the data order tells them to each
+    for micro_step in range(micro_steps):
+        inputs = next_batch.result()
+        # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
+        next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
+        if dist.is_initialized():  # gradients are averaged over the ranks once a step
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+        with autocast:
+            loss = model(*inputs)  # summed over what is trained on in the micro-batch
+        loss_sum += loss.detach().clone()
+        # DDP divides by the ranks, hence times world_size: the gradient is that of the mean over the step's targets
+        scaler.scale(loss * (world_size / max(targets, 1))).backward()
+
+    # step
+    lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.unscale_(optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf).item()
+    if math.isfinite(grad_norm) or scaler.is_enabled():  # a scaler skips the step itself, and lowers its scale
+        scaler.step(optimizer)
+    if not math.isfinite(grad_norm):
+        skipped += 1
+        runtime.print_once(f"WARNING: step {iter_num} has gradients that are not finite and is skipped, {skipped} so far")
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    iter_num += 1
+    rows_seen += rows_per_step
+    steps_summed += 1
+    targets_summed += targets
+    useful_summed += useful
+
+    # log
+    if runtime.graphs_compiled() > graphs_expected + recompiles:
+        recompiles = runtime.graphs_compiled() - graphs_expected
+        print(f"WARNING: rank {rank} recompiled the model in step {iter_num}, {recompiles} times so far "
+              f"(TORCH_LOGS=recompiles says why)")
+    if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters:
+        if dist.is_initialized():
+            dist.all_reduce(loss_sum)
+        train_loss = loss_sum.item() / max(targets_summed, 1)  # the mean over all targets since the last line
+        seconds += time.time() - t0
+        tok_per_sec = useful_summed / seconds  # padding is not counted
+        useful_share = useful_summed / (steps_summed * rows_per_step * max_seq_len)
+        mfu = orig_model.flops_per_token(max_seq_len) * steps_summed * rows_per_step * max_seq_len / seconds / flops
+        left = (max_iters - iter_num) * seconds / steps_summed
+        if rank == 0:
+            scale = {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+            print(f"step {iter_num}/{max_iters}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
+                  f"{1000 * seconds / steps_summed:.0f} ms, {tok_per_sec:,.0f} useful tok/s ({100 * useful_share:.1f}%), "
+                  f"mfu {100 * mfu:.1f}%, " + "".join(f"scale {s:.0f}, " for s in scale.values())
+                  + f"left {int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}", flush=True)
+            runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, train_loss=train_loss, lr=lr,
+                              grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
+                              useful=useful_share, targets=targets_summed, shape=list(inputs[0].shape),
+                              peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
+                              epoch=rows_seen / len(train_rows), **scale)
+        loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
+
+if iter_num > resumed_at:
+    save()  # again, now with its own validation loss
+pool.shutdown()
+runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
+                   f"checkpoint: {out_dir}/ckpt.pt; talk to it: python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True\n"
+                   f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
+                                                         ", not drawn: pip install matplotlib"))
+if dist.is_initialized():
+    dist.destroy_process_group()
