@@ -1,12 +1,12 @@
 """
-How fast is this machine: training, decoding, data preparation.
+How fast is this machine: training, chat tuning, decoding, data preparation.
 
-    python bench.py                                   # all three, minutes
+    python bench.py                                   # all four, minutes
     python bench.py --what=decode --variants=gpt2,gpt2+mla
     python bench.py --what=train --train_args='--n_layer=4 --n_embd=256 --n_head=4'
 
-It times what the scripts run: train_gpt2.py and prepare_data.py are started and their own figures read; decoding is the
-model's generate. Variants take turns, round after round, and each ratio is the median over the rounds of the ratio to the
+It times what the scripts run: train_gpt2.py, chat_sft.py and prepare_data.py are started and their own figures read; decoding
+is the model's generate. Variants take turns, round after round, and each ratio is the median over the rounds of the ratio to the
 first variant in the same round: a machine whose speed drifts changes the figures more than the ratios.
 """
 import json
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -29,14 +30,15 @@ from prepare_data import shard_header
 
 # ---------------------------------------------------------------------------------------------------
 # settings
-what: Literal["all", "train", "decode", "prep"] = "all"
+what: Literal["all", "train", "chat", "decode", "prep"] = "all"
 variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # what is compared, the first is the reference: arch, or arch+attention
 rounds: int = 5  # times each variant has its turn
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 compile: bool = True  # train: torch.compile
 train_args: Optional[str] = None  # train: settings of train_gpt2.py; None: GPT-2 124M on GPUs, 6 layers of 384 on CPUs
-train_iters: int = 15  # train: steps a round, the first of them not counted
+train_iters: int = 15  # train, chat: steps a round, the first of them not counted
+chat_args: Optional[str] = None  # chat: settings of chat_sft.py; None: rows of 1024 on GPUs, of 512 on CPUs
 context: int = 1024  # decode: tokens in the cache when the timed ones come
 new_tokens: int = 64  # decode: timed tokens a round
 config, given = configure(globals())
@@ -65,6 +67,20 @@ def settings_of(name):
     return dict(arch=arch, attention=attention or "mha")
 
 
+def time_steps(script, out_dir, *flags):
+    """Starts a training script for train_iters steps -> its log of each step but the first, and the seconds it compiled."""
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / script, "--eval_iters=1", "--sample_tokens=0", "--log_interval=1", "--warmup_iters=0", *flags,
+         f"--max_iters={train_iters}", f"--dtype={compute_dtype}", f"--device={device}", f"--out_dir={out_dir}", "--overwrite=True"],
+        capture_output=True, text=True)
+    if done.returncode:
+        print(file=sys.stderr)  # behind the progress
+        fail(f"{script} ended with code {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
+    log = [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
+    compiling = next((entry["seconds"] for entry in log if entry.get("event") == "compiled"), 0.0)
+    return [entry for entry in log if "tok_per_sec" in entry][1:], compiling
+
+
 # ---------------------------------------------------------------------------------------------------
 # training
 def bench_train():
@@ -80,26 +96,52 @@ def bench_train():
             for name in names:
                 print(f"\rtrain, round {i + 1} of {rounds}: {name:10}", end="", file=sys.stderr, flush=True)
                 flags = [f"--{key}={value}" for key, value in settings_of(name).items()]
-                done = subprocess.run(
-                    [sys.executable, SCRIPTS / "train_gpt2.py", *flags, "--gradient_accumulation_steps=1", "--eval_iters=1",
-                     "--sample_tokens=0", "--log_interval=1", "--warmup_iters=0", *size, f"--max_iters={train_iters}",
-                     f"--compile={compile}", f"--dtype={compute_dtype}", f"--device={device}", f"--data_dir={folder}",
-                     f"--out_dir={folder}/{name}", "--overwrite=True"], capture_output=True, text=True)
-                if done.returncode:
-                    print(file=sys.stderr)  # behind the progress
-                    fail(f"train_gpt2.py ended with code {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
-                log = [json.loads(line) for line in (Path(folder) / name / "log.jsonl").read_text().splitlines()]
-                steps = [entry for entry in log if "tok_per_sec" in entry][1:]
+                out_dir = f"{folder}/{name}"
+                steps, compiling = time_steps("train_gpt2.py", out_dir, *flags, "--gradient_accumulation_steps=1", *size,
+                                              f"--compile={compile}", f"--data_dir={folder}")
                 speed[name].append(statistics.median(entry["tok_per_sec"] for entry in steps))
-                figures[name] = (statistics.median(entry["mfu"] for entry in steps), steps[-1]["peak_mem_mb"],
-                                 next((entry["seconds"] for entry in log if entry.get("event") == "compiled"), 0.0),
-                                 sum(entry["recompiles"] for entry in steps[-1:]))
+                figures[name] = (statistics.median(entry["mfu"] for entry in steps), steps[-1]["peak_mem_mb"], compiling,
+                                 steps[-1]["recompiles"])
     print(f"\rtraining: train_gpt2.py {' '.join(size)} --compile={compile}\n"
           f"{'':12}{'tokens/s':>10}{'ratio':>8}{'MFU':>8}{'peak MB':>9}{'compile s':>11}{'recompiles':>12}")
     for name in names:
         mfu, memory, seconds, recompiles = figures[name]
         print(f"{name:12}{statistics.median(speed[name]):>10,.0f}{ratio(speed, name):>8.2f}{100 * mfu:>7.1f}%{memory or 0:>9,.0f}"
               f"{seconds:>11.1f}{recompiles:>12}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------
+# chat tuning, compiled against not: the gain is to be 1.3 at least, compiling 60 s and 10 % of memory at most
+def bench_chat():
+    size = dict() if compute_device.type == "cuda" else dict(n_layer=6, n_head=6, n_embd=384)
+    flags = (chat_args or f"--max_seq_len={1024 if compute_device.type == 'cuda' else 512} --gradient_accumulation_steps=1").split()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        gpt = GPT(GPTConfig(**size))
+        runtime.save_checkpoint(folder, {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "config": {}, "tokenizer": "gpt2",
+                                         "stage": "base", "iter_num": 0, "val_loss": 0.0, "val_iter": 0})
+        rng = np.random.default_rng(0)
+        with open(f"{folder}/chats.jsonl", "w") as f:
+            for length in rng.lognormal(4, 0.7, 2000).astype(int) + 1:  # answers of 55 words in the median
+                messages = [{"role": "user", "content": "word " * int(length // 2 + 1)}, {"role": "assistant", "content": "word " * int(length)}]
+                f.write(json.dumps({"messages": messages}) + "\n")
+        speed, figures = {True: [], False: []}, {}
+        for i in range(rounds):
+            for compiled in (False, True):
+                print(f"\rchat, round {i + 1} of {rounds}: {'compiled' if compiled else 'not compiled':14}", end="", file=sys.stderr, flush=True)
+                steps, compiling = time_steps("chat_sft.py", f"{folder}/{compiled}", f"--init_from={folder}/ckpt.pt", *flags,
+                                              f"--data={folder}/chats.jsonl", f"--chat_dir={folder}/rows", f"--compile={compiled}")
+                speed[compiled].append(statistics.median(entry["tok_per_sec"] for entry in steps))
+                useful = statistics.mean(entry["useful"] for entry in steps)
+                figures[compiled] = compiling, steps[-1]["peak_mem_mb"] or math.nan, steps[-1]["recompiles"], useful
+    gain = statistics.median(a / b for a, b in zip(speed[True], speed[False]))
+    print(f"\rchat tuning: chat_sft.py {' '.join(flags)}, {sum(p.numel() for p in gpt.parameters()) / 1e6:.0f}M parameters\n"
+          f"{'':14}{'useful tok/s':>13}{'ratio':>8}{'compile s':>11}{'peak MB':>9}{'ratio':>8}{'recompiles':>12}{'useful':>9}")
+    for compiled in (False, True):
+        compiling, memory, recompiles, useful = figures[compiled]
+        print(f"{'compiled' if compiled else 'not compiled':14}{statistics.median(speed[compiled]):>13,.0f}{gain if compiled else 1:>8.2f}"
+              f"{compiling:>11.1f}{memory:>9,.0f}{memory / figures[False][1]:>8.2f}{recompiles:>12}{100 * useful:>8.1f}%")
+    print(f"{'target':14}{'':13}{'>= 1.30':>8}{'<= 60':>11}{'':9}{'<= 1.10':>8}{0:>12}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -151,6 +193,6 @@ def bench_prep():
           f"{'':12}{statistics.median(speeds):>10,.0f} tokens/s", flush=True)
 
 
-for name, bench in (("train", bench_train), ("decode", bench_decode), ("prep", bench_prep)):
+for name, bench in (("train", bench_train), ("chat", bench_chat), ("decode", bench_decode), ("prep", bench_prep)):
     if what in ("all", name):
         bench()
