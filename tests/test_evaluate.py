@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 import runtime
 from conftest import refused, run, write_shards
-from evaluate import TASKS, final_number, load_problems, read_rows, result_line, score
+from evaluate import TASKS, clean, final_number, generate_answers, load_problems, log_likelihoods, read_rows, result_line, score
 from model import GPT, GPTConfig
 from prepare_data import chat_tokens, decode_chat, get_tokenizer
 
 BYTES = get_tokenizer("bytes")
 ASSISTANT, END = (chat_tokens(BYTES)[name] for name in ("assistant", "end"))
-VARIANTS = [dict(arch="gpt2"), dict(arch="gpt2", attention="mla"), dict(arch="llama", n_kv_head=1), dict(arch="llama", attention="mla")]
+VARIANTS = [dict(arch="gpt2"), dict(arch="gpt2", attention="mla"),
+            dict(arch="llama", n_kv_head=1), dict(arch="llama", attention="mla")]
 
 
 def write_task(folder, task, rows, name="test.jsonl"):
@@ -46,8 +47,8 @@ def random_words(seed, n, letters="abcdefgh   "):
 def random_arc(n, longest=12):
     """Problems of 2 to 5 choices, all of different lengths."""
     rng = np.random.default_rng(0)
-    return [arc(random_words(i, 1 + i % longest), [random_words((i, j), int(rng.integers(1, longest))) for j in range(2 + i % 4)], i % 2)
-            for i in range(n)]
+    return [arc(random_words(i, 1 + i % longest),
+                [random_words((i, j), int(rng.integers(1, longest))) for j in range(2 + i % 4)], i % 2) for i in range(n)]
 
 
 def random_model(**settings):
@@ -90,19 +91,22 @@ def test_accuracies_are_exact_where_likelihoods_are_known(tmp_path):
     p = torch.full((384,), 1 / 16 / 380)
     for letter, value in ((" ", 1 / 4), ("a", 1 / 2), ("b", 1 / 8), ("c", 1 / 16)):
         p[ord(letter)] = value
-    # bits, with the space: 5, 6, 8; for each character of the choice: 1.67, 6, 1.33
-    three, two = ["aaa", "c", "aaaaaa"], ["b", "c"]
-    write_task(tmp_path, "arc_challenge", [arc("q", three, 0), arc("r", three, 2), arc("s", two, 0), arc("t", two, 1), arc("u", three, 2)])
+    three, two = ["aaa", "c", "aaaaaa"], ["b", "c"]  # bits, with the space: 5, 6, 8 and 5, 6; a character: 1.67, 6, 1.33 and 5, 6
+    rows = [arc("q", three, 0), arc("r", three, 2), arc("s", two, 0), arc("t", two, 1), arc("u", three, 2),
+            arc("v", ["a", "aab"], 1),  # bits: 3, 7; a character: 3, 2.33
+            arc("w", ["z", "é"], 0)]  # bits: 14.6, 27.1, the second of two bytes, but one character
+    write_task(tmp_path, "arc_challenge", rows)
     problems = load_problems("arc_challenge", BYTES, "base", tmp_path)
     result = score(bigram_model(p.log().expand(384, 384)), BYTES, "base", problems)
     assert result["problems"][0]["scores"] == pytest.approx([-5 * math.log(2), -6 * math.log(2), -8 * math.log(2)], abs=1e-5)
-    assert [o["predicted"] for o in result["problems"]] == [0, 0, 0, 0, 0]
-    assert [o["predicted_norm"] for o in result["problems"]] == [2, 2, 0, 0, 2]
-    assert (result["acc"], result["acc_norm"]) == (2 / 5, 3 / 5)
-    assert result["acc_stderr"] == pytest.approx(math.sqrt(0.4 * 0.6 / 4)) == result["acc_norm_stderr"]
-    assert result["chance"] == pytest.approx((3 * 1 / 3 + 2 * 1 / 2) / 5) and (result["n"], result["cut"]) == (5, 0)
+    assert [o["predicted"] for o in result["problems"]] == [0, 0, 0, 0, 0, 0, 0]
+    assert [o["predicted_norm"] for o in result["problems"]] == [2, 2, 0, 0, 2, 1, 0]
+    assert (result["acc"], result["acc_norm"]) == (3 / 7, 5 / 7)
+    assert result["acc_stderr"] == pytest.approx(math.sqrt(3 / 7 * 4 / 7 / 6))
+    assert result["acc_norm_stderr"] == pytest.approx(math.sqrt(5 / 7 * 2 / 7 / 6))
+    assert result["chance"] == pytest.approx((3 * 1 / 3 + 4 * 1 / 2) / 7) and (result["n"], result["cut"]) == (7, 0)
     assert result_line("arc_challenge", result) == \
-        "arc_challenge acc 0.4000 +/- 0.2449, acc_norm 0.6000 +/- 0.2449, chance 0.4000, 5 problems"
+        "arc_challenge acc 0.4286 +/- 0.2020, acc_norm 0.7143 +/- 0.1844, chance 0.4286, 7 problems"
     # one problem has no standard error, and says so by 0 rather than by dividing by it
     assert score(bigram_model(p.log().expand(384, 384)), BYTES, "base", problems[:1])["acc_stderr"] == 0
 
@@ -112,6 +116,7 @@ def test_likelihoods_equal_the_plain_formula(tmp_path, variant):
     """Full logits of each sequence alone; where it is longer than the model, of its last part."""
     model = random_model(**variant, dropout=0.5).train()
     rows = random_arc(12) + [arc("long " * 12, ["one", "one two three"], 0)]
+    rows += [arc("x" * 42, ["one", last], 0) for last in ("two", "four")]  # 64 and 65 ids are read
     problems = load_problems("arc_easy", BYTES, "base", write_task(tmp_path, "arc_easy", rows))
     results = [score(model, BYTES, "base", problems, batch_size) for batch_size in (5, 1, 1000)]
     assert model.training  # restored, and no dropout meanwhile
@@ -122,7 +127,7 @@ def test_likelihoods_equal_the_plain_formula(tmp_path, variant):
             n = len(f" {choice}".encode())
             expected = model(ids[:, :-1]).log_softmax(-1)[0, -n:].gather(1, ids[0, -n:, None]).sum().item()
             assert log_p == pytest.approx(expected, abs=2e-4)
-    assert results[0]["cut"] == 1 and "(1 longer than the model's positions" in result_line("arc_easy", results[0])
+    assert results[0]["cut"] == 2 and "(2 longer than the model's positions" in result_line("arc_easy", results[0])
     for other in results[1:]:  # other batches, other padding
         assert [o["predicted"] for o in other["problems"]] == [o["predicted"] for o in results[0]["problems"]]
         for a, b in zip(other["problems"], results[0]["problems"]):
@@ -158,10 +163,11 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
 def test_context_and_continuation_apart_are_the_ids_of_the_whole(tmp_path, gpt2_vocabulary):
     rows = [{"ctx": ctx, "endings": endings, "label": "0"} for ctx, endings in (
         ("He doesn", ["'t", "t know", "12 times"]), ("A man. then", [", he", "the   end", "[step] it"]),
-        ("Ends in spaces [step]", ["goes on", " goes on"]), ("Two  [a] ", ["\n", "x\n\ny"]), ("12", ["34", "é!", ""]))]
+        ("Ends in a space [step]", ["goes on", "[step] goes on"]), ("Two  [a] ", ["\n", "x\n\ny"]), ("12", ["34", "é!", ""]))]
     for row, problem in zip(rows, load_problems("hellaswag", gpt2_vocabulary, "base", write_task(tmp_path, "hellaswag", rows))):
         whole = [problem["context"][1:] + choice for choice in problem["choices"]]
         assert problem["context"][0] == gpt2_vocabulary.eot_token
+        assert [gpt2_vocabulary.decode(ids) for ids in whole] == [clean(row["ctx"]) + " " + clean(e) for e in row["endings"]]
         assert whole == [gpt2_vocabulary.encode_ordinary(gpt2_vocabulary.decode(ids)) for ids in whole]
         assert all(choice for choice in problem["choices"])
 
@@ -179,15 +185,16 @@ def test_prompts(tmp_path):
     row = {"question": "Why?", "choices": {"text": ["so", "not so"], "label": ["1", "2"]}, "answerKey": "2"}
     for stage in ("base", "chat"):
         assert prompts("arc_easy", stage, row, tmp_path) == (f"{eot}Question: Why?\nAnswer:", [" so", " not so"], 1)
-    row = {"activity_label": "Removing ice", "ctx_a": "A man [step] sits.  [title] Then", "ctx_b": "he SAYS", "ctx": "unused", "label": "1",
-           "endings": ["[substeps] stands up.", " goes [title] home"]}
+    row = {"activity_label": "Removing ice", "ctx_a": "A man [step] sits.  [title] Then", "ctx_b": "he SAYS", "ctx": "unused",
+           "label": "1", "endings": ["[substeps] stands up.", " goes [title] home"]}
     for stage in ("base", "chat"):
         assert prompts("hellaswag", stage, row, tmp_path) == (
             f"{eot}Removing ice: A man sits. . Then He says", ["  stands up.", " goes. home"], 1)
     row = {"ctx": "A man sits. he", "endings": ["stands", "lies"], "label": "0"}
     assert prompts("hellaswag", "base", row, tmp_path) == (f"{eot}A man sits. he", [" stands", " lies"], 0)
     row = mmlu(" Is <|end|> text? ", ["yes", "no", "both", "none"], 2)
-    assert prompts("mmlu", "base", row, tmp_path) == (f"{eot}Question: Is <|end|> text?\nAnswer:", [" yes", " no", " both", " none"], 2)
+    assert prompts("mmlu", "base", row, tmp_path) == (
+        f"{eot}Question: Is <|end|> text?\nAnswer:", [" yes", " no", " both", " none"], 2)
     assert prompts("mmlu", "chat", row, tmp_path) == (
         f"{eot}<|user|>Is <|end|> text?\nA. yes\nB. no\nC. both\nD. none\nAnswer with the letter only.<|end|><|assistant|>",
         ["A", "B", "C", "D"], 2)
@@ -224,6 +231,7 @@ def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     ("#### 18", "18"), ("It is 5.\n#### 1,080", "1080"), ("#### $18.00. And 7", "18"), ("3 #### so 4, then 5\n#### 6", "4"),
     ("2 + 2 = 4.", "4"), ("first 10, then 20 eggs", "20"), ("it is $1,234.50.", "1234.5"), ("7-4", "4"), ("7 - -4", "-4"),
     ("a debt of -$5", "-5"), ("$-5", "-5"), ("-0.0", "0"), ("0.50", "0.5"), ("$.50", "0.5"), ("wait...5", "5"), ("1,2,3", "3"),
+    ("12,3456", "3456"),
     ("9 #### none", "9"), ("100", "100"), ("3/4", "4"), ("50%", "50"), ("no number", None), ("", None), ("####", None)])
 def test_the_final_number(text, number):
     assert final_number(text) == number
@@ -245,9 +253,10 @@ def test_answers_are_generated_until_the_model_stops(tmp_path):
     table[ord(":"), ord("7")] = 20.0
     assert score(bigram_model(table), BYTES, "base", problems)["problems"][0]["text"] == "7"
     # prompt and answer longer than the model, 26 and 36 and 28 ids read: answered all the same, and counted
-    model = bigram_model(chain([ord(":"), ord("4"), ord("2"), BYTES.eot_token]), max_seq_len=27)
-    result = score(model, BYTES, "base", problems, max_new_tokens=8)
-    assert (result["acc"], result["cut"]) == (2 / 3, 2)
+    for max_seq_len, cut in ((28, 1), (27, 2)):
+        model = bigram_model(chain([ord(":"), ord("4"), ord("2"), BYTES.eot_token]), max_seq_len)
+        result = score(model, BYTES, "base", problems, max_new_tokens=8)
+        assert (result["acc"], result["cut"]) == (2 / 3, cut)
 
 
 def test_a_base_models_next_question_is_not_its_answer(tmp_path):
@@ -264,6 +273,8 @@ def test_a_base_models_next_question_is_not_its_answer(tmp_path):
     for stage, right in (("base", [True, True, False]), ("chat", [False, True, False])):
         result = score(model, BYTES, stage, load_problems("gsm8k", BYTES, stage, tmp_path), batch_size=2)
         assert [o["right"] for o in result["problems"]] == right
+        first = "It is 1.\n" if stage == "base" else says["one"]
+        assert [o["text"] for o in result["problems"]] == [first, says["two"], says["three"]]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -287,12 +298,30 @@ def checkpoint(tmp_path_factory):
     return folder / "ckpt.pt"
 
 
+def test_batches_are_dealt_to_the_ranks(tasks):
+    """Each has its own, and together they have all, for more ranks than there are batches too."""
+    model = random_model().eval()
+    silent = lambda done, total: None  # noqa: E731
+    for task, n in (("arc_easy", 9), ("gsm8k", 1)):
+        problems = load_problems(task, BYTES, "base", tasks)
+        for world_size in (1, 2, 3, 40):
+            with torch.no_grad():
+                parts = [log_likelihoods(model, problems, 2, rank, world_size, silent) if task == "arc_easy" else
+                         generate_answers(model, BYTES, "base", problems, 2, 4, rank, world_size, silent)
+                         for rank in range(world_size)]
+            union = {key: value for part in parts for key, value in part.items()}
+            assert sum(map(len, parts)) == len(union) == sum(len(p["choices"]) or 1 for p in problems) and len(problems) == n
+            whole = union if world_size == 1 else whole
+            assert union == whole  # to the last bit
+
+
 def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tmp_path):
     """Two ranks share out three tasks, one of them a single problem, and the rows of a validation that do not divide."""
     files, outputs = [tmp_path / "one.json", tmp_path / "two.json"], []
     for ranks in (1, 2):
-        outputs.append(run("evaluate.py", f"--checkpoint={checkpoint}", f"--task_dir={tasks}", f"--data_dir={shards}", "--eval_iters=3",
-                           "--batch_size=3", "--max_new_tokens=5", f"--output={files[ranks - 1]}", "--device=cpu", ranks=ranks))
+        outputs.append(run("evaluate.py", f"--checkpoint={checkpoint}", f"--task_dir={tasks}", f"--data_dir={shards}",
+                           "--eval_iters=3", "--batch_size=3", "--max_new_tokens=5", f"--output={files[ranks - 1]}", "--device=cpu",
+                           ranks=ranks))
     one, two = (json.loads(path.read_text()) for path in files)
     assert one.pop("validation") == pytest.approx(two.pop("validation"), rel=1e-6)
     assert one == two and one["arc_easy"]["cut"] > 0  # to the last bit
@@ -309,7 +338,8 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
     with torch.no_grad():
         nats = F.cross_entropy(model(tokens[:-1].view(9, 32)).flatten(0, 1), tokens[1:], reduction="sum").item()
     bits_per_byte = nats / math.log(2) / (tokens[1:] != 256).sum().item()
-    assert f"loss {nats / 288:.4f}, perplexity {math.exp(nats / 288):.2f}, {bits_per_byte:.4f} bits per byte, over 9 of" in outputs[0]
+    expected = f"loss {nats / 288:.4f}, perplexity {math.exp(nats / 288):.2f}, {bits_per_byte:.4f} bits per byte, over 9 of"
+    assert expected in outputs[0] and expected in outputs[1]
     # in this process, with other batches
     problems = load_problems("arc_easy", BYTES, "base", tasks)
     for a, b in zip(score(model, BYTES, "base", problems, batch_size=7)["problems"], one["arc_easy"]["problems"]):
@@ -333,7 +363,8 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("arc_easy", json.dumps({**arc("q", ["a", "b"], 0), "answerKey": "E"}), "line 3: not in the schema of allenai/ai2_arc: "
      "its answer 'E' is none of its labels A, B"),
     ("arc_easy", json.dumps(arc(7, ["a", "b"], 0)), "line 3: not in the schema of allenai/ai2_arc: expected a string"),
-    ("mmlu", json.dumps(mmlu("q", ["a", "b"], 2)), "line 3: not in the schema of cais/mmlu: its answer '2' is none of its labels 0, 1"),
+    ("mmlu", json.dumps(mmlu("q", ["a", "b"], 2)),
+     "line 3: not in the schema of cais/mmlu: its answer '2' is none of its labels 0, 1"),
     ("mmlu", json.dumps(mmlu("q", ["a", 1], 0)), "line 3: not in the schema of cais/mmlu: expected a string"),
     ("hellaswag", json.dumps({"ctx": "q", "endings": ["a", "b"], "label": ""}), "its answer '' is none of its labels 0, 1"),
     ("hellaswag", json.dumps({"ctx": "q", "label": "0"}), "line 3: no key 'endings'"),
