@@ -209,7 +209,7 @@ def log_likelihoods(model, problems, batch_size, rank, world_size, progress):
     Of each choice after its context, in nats: {(problem, choice): log p}, those of this rank's batches.
 
     Rows are as long as the longest of their batch. Attention is causal, so what pads a row on its right changes nothing;
-    rows are sorted by length, so there is little of it, longest first, so that memory runs out at once or never. Batches
+    rows are sorted by length, so there is little of it, longest first, so that memory runs out early or never. Batches
     and not problems are dealt to the ranks: any number of them computes the very same ones, to the last bit.
     """
     device, max_seq_len = model.lm_head.weight.device, model.config.max_seq_len
@@ -363,7 +363,8 @@ if __name__ == "__main__":
     tokenizer = get_tokenizer(loaded["tokenizer"])
     runtime.print_once(
         f"{checkpoint}: {loaded['stage']} model, {loaded['model_args']['arch']}, "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}")
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, step {loaded['iter_num']}, "
+        f"val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}")
     if output is not None and rank == 0:
         try:
             open(output, "a").close()  # now, and not after all the work
@@ -374,7 +375,8 @@ if __name__ == "__main__":
     missing = [name for name in TASKS if name not in names]
     if tasks is None and missing:
         runtime.print_once(f"not in {task_dir}, and left out: {', '.join(missing)}")
-    runtime.print_once("reading problems ...")
+    if names:
+        runtime.print_once("reading problems ...")
     problems = {name: load_problems(name, tokenizer, loaded["stage"], task_dir, max_problems) for name in names}
     if data_dir is not None:
         meta, windows = read_meta(data_dir), Windows(data_dir, "val", model.config.max_seq_len)
@@ -383,8 +385,8 @@ if __name__ == "__main__":
                  f"trained on {loaded['tokenizer']}'s, {model.config.vocab_size} ids")
         highest = max(int(shard.max()) for shard in windows.shards)
         if highest >= meta["vocab_size"]:
-            fail(f"--data_dir={data_dir}: holds the token {highest}, but the vocabulary of its tokenizer, {meta['tokenizer']}, ends at "
-                 f"{meta['vocab_size'] - 1}: its shards come from another tokenizer, or are damaged")
+            fail(f"--data_dir={data_dir}: holds the token {highest}, but the vocabulary of its tokenizer, {meta['tokenizer']}, "
+                 f"ends at {meta['vocab_size'] - 1}: its shards come from another tokenizer, or are damaged")
 
     # scores
     from tqdm import tqdm  # comes with datasets

@@ -240,21 +240,23 @@ def test_the_final_number(text, number):
 def test_answers_are_generated_until_the_model_stops(tmp_path):
     """Surely 4, 2 and the end of the turn or document, and then, if one read on, 9."""
     write_task(tmp_path, "gsm8k", [gsm8k("short", 42), gsm8k("a longer question", 9), gsm8k("mid one", "42.0")])
-    for stage, start, stop in (("chat", ASSISTANT, END), ("chat", ASSISTANT, BYTES.eot_token), ("base", ord(":"), BYTES.eot_token)):
+    eot = BYTES.eot_token
+    for stage, start, stop in (("chat", ASSISTANT, END), ("chat", ASSISTANT, eot), ("base", ord(":"), eot)):
         model = bigram_model(chain([start, ord("4"), ord("2"), stop, ord("9")])).train()
         problems = load_problems("gsm8k", BYTES, stage, tmp_path)
         for batch_size in (1, 2, 16):
             result = score(model, BYTES, stage, problems, batch_size, max_new_tokens=8)
             assert [o["text"] for o in result["problems"]] == ["42"] * 3
-            assert (result["acc"], result["chance"], result["cut"]) == (2 / 3, 0, 0) and "acc_norm" not in result and model.training
+            assert (result["acc"], result["chance"], result["cut"]) == (2 / 3, 0, 0) and "acc_norm" not in result
+            assert model.training  # restored
     assert score(model, BYTES, stage, problems, max_new_tokens=1)["problems"][0]["text"] == "4"
     # a base model's chat tokens are untrained: where one is the likeliest, the next likeliest is taken
-    table = chain([ord(":"), END], [ord("7"), BYTES.eot_token])
+    table = chain([ord(":"), END], [ord("7"), eot])
     table[ord(":"), ord("7")] = 20.0
     assert score(bigram_model(table), BYTES, "base", problems)["problems"][0]["text"] == "7"
     # prompt and answer longer than the model, 26 and 36 and 28 ids read: answered all the same, and counted
     for max_seq_len, cut in ((28, 1), (27, 2)):
-        model = bigram_model(chain([ord(":"), ord("4"), ord("2"), BYTES.eot_token]), max_seq_len)
+        model = bigram_model(chain([ord(":"), ord("4"), ord("2"), eot]), max_seq_len)
         result = score(model, BYTES, "base", problems, max_new_tokens=8)
         assert (result["acc"], result["cut"]) == (2 / 3, cut)
 
@@ -320,8 +322,8 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
     files, outputs = [tmp_path / "one.json", tmp_path / "two.json"], []
     for ranks in (1, 2):
         outputs.append(run("evaluate.py", f"--checkpoint={checkpoint}", f"--task_dir={tasks}", f"--data_dir={shards}",
-                           "--eval_iters=3", "--batch_size=3", "--max_new_tokens=5", f"--output={files[ranks - 1]}", "--device=cpu",
-                           ranks=ranks))
+                           "--eval_iters=3", "--batch_size=3", "--max_new_tokens=5", f"--output={files[ranks - 1]}",
+                           "--device=cpu", ranks=ranks))
     one, two = (json.loads(path.read_text()) for path in files)
     assert one.pop("validation") == pytest.approx(two.pop("validation"), rel=1e-6)
     assert one == two and one["arc_easy"]["cut"] > 0  # to the last bit
