@@ -168,6 +168,7 @@ def test_context_and_continuation_apart_are_the_ids_of_the_whole(tmp_path, gpt2_
         whole = [problem["context"][1:] + choice for choice in problem["choices"]]
         assert problem["context"][0] == gpt2_vocabulary.eot_token
         assert [gpt2_vocabulary.decode(ids) for ids in whole] == [clean(row["ctx"]) + " " + clean(e) for e in row["endings"]]
+        assert gpt2_vocabulary.decode(problem["context"][1:]) == clean(row["ctx"]).rstrip()  # its last spaces are scored
         assert whole == [gpt2_vocabulary.encode_ordinary(gpt2_vocabulary.decode(ids)) for ids in whole]
         assert all(choice for choice in problem["choices"])
 
