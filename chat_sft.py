@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import runtime
 from configurator import configure, expect_range, fail
-from evaluate import validation_loss
+from evaluate import evenly, load_problems, result_line, score, task_names, validation_loss
 from model import GPT, GPTConfig, IGNORE, packed
 from optim import check_schedule, get_lr, new_optimizer
 from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, rows_to_windows, token_bytes
@@ -37,6 +37,9 @@ init_from: str = "out/ckpt.pt"  # the checkpoint to start from, or resume (from 
 overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
 eval_interval: int = 100  # steps between evaluations; a checkpoint is saved before each
 eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val
+eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy; empty: none
+eval_problems: int = 64  # problems of each task then, always the same; at the end of the run all of them
+task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: int = 10  # steps between two lines of the log
 sample_tokens: int = 128  # length at most of the answer shown at each evaluation, to the first question of val; 0: none
 # data
@@ -93,7 +96,7 @@ if max_seq_len > positions:
 
 # ---------------------------------------------------------------------------------------------------
 # process
-expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps")
+expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems", "log_interval", "batch_size", "gradient_accumulation_steps")
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
              "weight_decay", "grad_clip", "epochs")
 expect_range(config, 4, math.inf, "max_seq_len")
@@ -118,6 +121,7 @@ tokenizer = get_tokenizer(checkpoint["tokenizer"])
 special = chat_tokens(tokenizer)
 eot = tokenizer.eot_token
 bytes_of = token_bytes(tokenizer)
+problems = {task: load_problems(task, tokenizer, "chat", task_dir) for task in task_names(eval_tasks)}
 train_rows, val_rows, plan = chat_rows(chat_dir, data, val_data, checkpoint["tokenizer"], max_seq_len, pack, seed,
                                        build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 if resuming and checkpoint["data"] != plan["train"]["fingerprint"]:
@@ -229,6 +233,21 @@ def sample():
     return runtime.printable(decode_chat(tokenizer, prompt[1:] + ids))
 
 
+def score_task(task):
+    """Scores the model as it is now on some problems of a task, at the end of the run on all, and logs it."""
+    try:
+        with autocast:
+            result = score(orig_model, tokenizer, "chat", evenly(problems[task], eval_problems if iter_num < max_iters else None),
+                           batch_size, rank=rank, world_size=world_size)
+    except ValueError as error:
+        runtime.print_once(f"{task}: no score: {error}")
+        return
+    if rank == 0:
+        print(f"step {iter_num}: {result_line(task, result)}", flush=True)
+        figures = {f"{task}_{key}": result[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n") if key in result}
+        runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
+
+
 def save():
     if rank == 0:
         runtime.save_checkpoint(out_dir, {
@@ -322,6 +341,8 @@ while True:
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
             if sample_tokens:
                 print(f"----- sample\n{sample()}\n-----", flush=True)
+        for task in problems:
+            score_task(task)
         t0 = time.time()
     if iter_num >= max_iters:
         break

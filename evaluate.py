@@ -40,6 +40,7 @@ def validation_loss(model, get_batch, n_rows, batch_size, bytes_of, rank=0, worl
     (batch_size, T) int64, IGNORE where y is no target, and perhaps positions and a mask. A last batch that is not full is
     filled up with rows that do not count. bytes_of: from prepare_data.token_bytes.
     """
+    was_training = model.training
     model.eval()
     bytes_of = torch.from_numpy(bytes_of)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
@@ -49,7 +50,7 @@ def validation_loss(model, get_batch, n_rows, batch_size, bytes_of, rank=0, worl
         y[rows >= n_rows] = IGNORE
         targets = y[y != IGNORE]
         totals += torch.tensor([model(x, y, *packing).item(), len(targets), bytes_of[targets.cpu()].sum()], dtype=torch.float64)
-    model.train()
+    model.train(was_training)
     if dist.is_initialized():
         totals = totals.to(next(model.parameters()).device)
         dist.all_reduce(totals)
@@ -155,6 +156,21 @@ def clean(text):
     return text.replace("  ", " ")
 
 
+def evenly(items, n):
+    """n of the items, evenly spaced, the same ones at each call; all where n is None or there are no more."""
+    return items if n is None or n >= len(items) else [items[i * len(items) // n] for i in range(n)]
+
+
+def task_names(text):
+    """'hellaswag,mmlu' -> the names; one that is none of TASKS is refused."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TASKS:
+            close = difflib.get_close_matches(name, TASKS, n=1)
+            fail(f"{name!r} is no task{f'; did you mean {close[0]!r}?' if close else ''}; there are {', '.join(TASKS)}")
+    return names
+
+
 def load_problems(task, tokenizer, stage, task_dir=None, max_problems=None):
     """
     What `score` takes: a list of problems, in the order of their file. max_problems: that many, evenly spaced over the
@@ -169,11 +185,8 @@ def load_problems(task, tokenizer, stage, task_dir=None, max_problems=None):
             return render_chat(tokenizer, [{"role": "user", "content": text}])[0] + [chat_tokens(tokenizer)["assistant"]]
         return [tokenizer.eot_token] + tokenizer.encode_ordinary(f"Question: {text}\nAnswer:")
 
-    rows = read_rows(task, task_dir)
-    if max_problems is not None and max_problems < len(rows):
-        rows = [rows[i * len(rows) // max_problems] for i in range(max_problems)]
     problems = []
-    for where, row in rows:
+    for where, row in evenly(read_rows(task, task_dir), max_problems):
         try:
             question, choices, gold = read_row(task, row)
         except KeyError as error:
@@ -340,11 +353,7 @@ if __name__ == "__main__":
     config, given = configure(globals())
 
     expect_range(config, 1, math.inf, "max_problems", "eval_iters", "batch_size", "max_new_tokens")
-    names = list(TASKS) if tasks is None else [name.strip() for name in tasks.split(",") if name.strip()]
-    for name in names:
-        if name not in TASKS:
-            close = difflib.get_close_matches(name, TASKS, n=1)
-            fail(f"--tasks: {name!r} is no task{f'; did you mean {close[0]!r}?' if close else ''}; there are {', '.join(TASKS)}")
+    names = list(TASKS) if tasks is None else task_names(tasks)
     if tasks is None and task_dir is not None:
         names = [name for name in TASKS if task_file(name, task_dir)]
         if not names:

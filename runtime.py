@@ -75,8 +75,8 @@ def explain(kind, error, tb):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
-        fail(f"out of memory ({reason}): lower --batch_size and raise --gradient_accumulation_steps by the same factor, which "
-             f"trains the same model", alone=True)
+        fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the same factor: "
+             f"it trains the same model)", alone=True)
     elif issubclass(kind, OSError):  # the disk, or a file that is not what it should be
         fail(f"{kind.__name__}: {error}", alone=True)
     else:

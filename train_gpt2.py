@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import runtime
 from configurator import configure, expect_range, fail
-from evaluate import validation_loss
+from evaluate import evenly, load_problems, result_line, score, task_names, validation_loss
 from model import GPT, GPTConfig
 from optim import check_schedule, get_lr, new_optimizer
 from prepare_data import END_OF_TEXT, Windows, get_tokenizer, padded_vocab_size, read_meta, rows_to_windows, token_bytes
@@ -33,6 +33,9 @@ init_from: str = "scratch"  # scratch, resume (from out_dir), or a checkpoint's 
 overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
 eval_interval: int = 500  # steps between evaluations; a checkpoint is saved before each
 eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val; 64 * 16 * 1024 are 1M tokens
+eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy; empty: none
+eval_problems: int = 64  # problems of each task then, always the same; at the end of the run all of them
+task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: int = 10  # steps between two lines of the log
 sample_tokens: int = 64  # length of the sample shown at each evaluation; 0: none
 # data
@@ -99,7 +102,7 @@ if init_from != "scratch":
 
 # ---------------------------------------------------------------------------------------------------
 # process
-expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "log_interval", "batch_size", "gradient_accumulation_steps",
+expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems", "log_interval", "batch_size", "gradient_accumulation_steps",
              "max_seq_len")
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
              "weight_decay", "grad_clip")
@@ -130,6 +133,7 @@ train_windows = Windows(data_dir, "train", max_seq_len)
 val_windows = Windows(data_dir, "val", max_seq_len)
 tokenizer = get_tokenizer(meta["tokenizer"])
 bytes_of = token_bytes(tokenizer)
+problems = {task: load_problems(task, tokenizer, "base", task_dir) for task in task_names(eval_tasks)}
 if meta["vocab_size"] != padded_vocab_size(tokenizer):
     fail(f"{data_dir}/meta.json: vocab_size {meta['vocab_size']} is not that of its tokenizer, "
          f"{padded_vocab_size(tokenizer)} for {meta['tokenizer']}")
@@ -212,6 +216,21 @@ def sample():
     except ValueError as error:
         return f"(none: {error})"
     return runtime.printable(tokenizer.decode(ids[1:]).removesuffix(END_OF_TEXT))
+
+
+def score_task(task):
+    """Scores the model as it is now on some problems of a task, at the end of the run on all, and logs it."""
+    try:
+        with autocast:
+            result = score(orig_model, tokenizer, "base", evenly(problems[task], eval_problems if iter_num < max_iters else None),
+                           batch_size, rank=rank, world_size=world_size)
+    except ValueError as error:
+        runtime.print_once(f"{task}: no score: {error}")
+        return
+    if rank == 0:
+        print(f"step {iter_num}: {result_line(task, result)}", flush=True)
+        figures = {f"{task}_{key}": result[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n") if key in result}
+        runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
 
 
 def save():
@@ -304,6 +323,8 @@ while True:
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
             if sample_tokens and iter_num > 0:
                 print(f"----- sample\n{sample()}\n-----", flush=True)
+        for task in problems:
+            score_task(task)
         t0 = time.time()
     if iter_num >= max_iters:
         break

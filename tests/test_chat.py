@@ -323,6 +323,21 @@ def test_compiled_equals_eager_without_a_recompile(base, chats, tmp_path, ranks,
             f"--chat_dir={tmp_path}/rows", ranks=ranks)
 
 
+def test_both_loops_score_tasks_at_evaluations_and_all_of_them_at_the_end(shards, base, chats, tmp_path):
+    (tmp_path / "tasks" / "hellaswag").mkdir(parents=True)
+    problems = [{"ind": i, "ctx": "the cat", "endings": ["sat", "ran", "on", f"{i}"], "label": str(i % 4)} for i in range(9)]
+    (tmp_path / "tasks" / "hellaswag" / "validation.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
+    tasks = ["--eval_tasks=hellaswag", f"--task_dir={tmp_path}/tasks", "--eval_problems=4", "--eval_interval=5", "--max_iters=10"]
+    for ranks in (1, 2):
+        run("train_gpt2.py", *TINY, *tasks, f"--data_dir={shards}", f"--out_dir={tmp_path}/base{ranks}", "--max_seq_len=64", ranks=ranks)
+        run("chat_sft.py", *SFT, *tasks, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", f"--out_dir={tmp_path}/chat{ranks}",
+            ranks=ranks)
+    for loop in ("base", "chat"):
+        one, two = (read_log(tmp_path / f"{loop}{ranks}", "hellaswag_acc", "hellaswag_acc_norm", "hellaswag_n") for ranks in (1, 2))
+        assert one == two and [one["hellaswag_n", i] for i in (0, 5, 10)] == [4, 4, 9]
+    assert "did you mean 'hellaswag'" in refused("train_gpt2.py", *TINY, *tasks, "--eval_tasks=helaswag", f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+
+
 def test_epochs_and_defaults(base, chats, tmp_path):
     output = run("chat_sft.py", f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", f"--out_dir={tmp_path}/out",
                  "--epochs=2", "--device=cpu", "--compile=False")
