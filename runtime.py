@@ -303,10 +303,38 @@ def write_log(out_dir, **figures):
         f.write(json.dumps(figures) + "\n")
 
 
+def read_log(path):
+    """
+    A log.jsonl as curves: {key: {tokens: value}}, and the events {"resume" | "skipped" | "recompiled": [tokens, ...]}. What was
+    logged after the checkpoint that a resumed run went on from is not part of the run.
+    """
+    curves, events = {}, {"resume": [], "skipped": [], "recompiled": []}
+    for line in open(path, encoding="utf-8"):
+        try:
+            entry = json.loads(line)
+        except ValueError:  # the half line of a run that was killed
+            continue
+        at = entry.get("tokens")
+        if at is None:
+            continue
+        if entry.get("event") == "resume":
+            curves = {key: {t: value for t, value in points.items() if t <= at} for key, points in curves.items()}
+            events = {key: [t for t in marks if t <= at] for key, marks in events.items()}
+            events["resume"].append(at)
+        for key, value in entry.items():
+            if isinstance(value, (int, float)) and key not in ("tokens", "event"):
+                curves.setdefault(key, {})[at] = value
+        for event, key in (("skipped", "skipped"), ("recompiled", "recompiles")):
+            counts = list(curves.get(key, {}).values())[-2:]
+            if key in entry and entry[key] > (counts[0] if len(counts) > 1 else 0):
+                events[event].append(at)
+    return curves, events
+
+
 def plot_logs(paths, picture):
     """
-    Draws train and validation loss of the runs logged in `paths` over tokens. -> the picture's path, or None where
-    matplotlib is not installed.
+    Draws the runs logged in `paths` over tokens: train and validation loss, learning rate, gradient norm, tokens/s;
+    resumed runs and steps that were skipped are marked. -> the picture's path, or None where matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -314,32 +342,36 @@ def plot_logs(paths, picture):
         return None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import EngFormatter
-    figure, axis = plt.subplots(figsize=(8, 4.5), dpi=120)
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+    figure, axes = plt.subplot_mosaic([["loss", "lr"], ["loss", "grad_norm"], ["loss", "tok_per_sec"]], figsize=(11, 5), dpi=110,
+                                      width_ratios=[2.2, 1], layout="constrained")
     for i, path in enumerate(paths):
-        lines = {}
-        for line in open(path, encoding="utf-8"):
-            try:
-                entry = json.loads(line)
-            except ValueError:  # the half line of a run that was killed
-                continue
-            if entry.get("event") == "resume" and "tokens" in entry:  # what came after its checkpoint is not part of the run
-                lines = {key: {t: loss for t, loss in points.items() if t <= entry["tokens"]} for key, points in lines.items()}
-            for key in ("train_loss", "val_loss"):
-                if key in entry and "tokens" in entry:
-                    lines.setdefault(key, {})[entry["tokens"]] = entry[key]
+        curves, events = read_log(path)
         name = Path(path).resolve().parent.name
         for key, style in (("train_loss", dict(linewidth=0.8, alpha=0.5)), ("val_loss", dict(linewidth=1.6, marker="o", markersize=3))):
-            points = sorted(lines.get(key, {}).items())
+            points = sorted(curves.get(key, {}).items())
             if points:
                 label = f"{name}: {key.replace('_', ' ')}" + (f", last {points[-1][1]:.3f}" if key == "val_loss" else "")
-                axis.plot(*zip(*points), color=f"C{i}", label=label, **style)
-    axis.set(xlabel="tokens", ylabel="loss (nats per token)")
-    axis.xaxis.set_major_formatter(EngFormatter())
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(picture)
+                axes["loss"].plot(*zip(*points), color=f"C{i}", label=label, **style)
+        for key in ("lr", "grad_norm", "tok_per_sec"):
+            points = sorted(curves.get(key, {}).items())
+            if points:
+                axes[key].plot(*zip(*points), color=f"C{i}", linewidth=0.9)
+        for event, style in (("resume", dict(color="0.5", linestyle=":")), ("skipped", dict(color="red", alpha=0.5))):
+            for j, at in enumerate(events[event]):
+                axes["loss"].axvline(at, linewidth=1, label=None if j else f"{name}: {'resumed' if event == 'resume' else event}", **style)
+    for key, label in (("loss", "loss (nats per token)"), ("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tok_per_sec", "tokens/s")):
+        axes[key].set_ylabel(label)
+        axes[key].grid(alpha=0.3)
+        axes[key].xaxis.set(major_formatter=EngFormatter(), major_locator=MaxNLocator(7 if key == "loss" else 4))
+    axes["tok_per_sec"].yaxis.set_major_formatter(EngFormatter())
+    axes["tok_per_sec"].set_ylim(bottom=0)
+    for key in ("loss", "tok_per_sec"):
+        axes[key].set_xlabel("tokens")
+    axes["loss"].legend(fontsize=8)
+    temporary = f"{picture}.tmp"
+    figure.savefig(temporary, format="png")  # a viewer that refreshes never sees half of it
+    os.replace(temporary, picture)
     plt.close(figure)
     return picture
 
