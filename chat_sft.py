@@ -42,6 +42,9 @@ eval_problems: int = 64  # problems of each task then, always the same; at the e
 task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: int = 10  # steps between two lines of the log
 sample_tokens: int = 128  # length at most of the answer shown at each evaluation, to the first question of val; 0: none
+wandb_log: bool = False  # log to Weights & Biases as well (pip install wandb)
+wandb_project: str = "train-gpt2"  # its project; the run is named after out_dir
+tensorboard: bool = False  # log to OUT_DIR/tensorboard as well (pip install tensorboard)
 # data
 data: str = "HuggingFaceTB/smoltalk"  # .jsonl files and data sets of the hub (owner/name/config), each with :passes an epoch
 val_data: Optional[str] = None  # the same for validation; None: one in 50 conversations of each source, not trained on
@@ -281,6 +284,7 @@ if rank == 0:
     with open(f"{out_dir}/config.json", "w", encoding="utf-8") as f:
         json.dump(config, f, indent=1)
         f.write("\n")
+    runtime.start_trackers(out_dir, config, wandb_log, wandb_project, tensorboard)
     if resuming:
         runtime.write_log(out_dir, event="resume", iter=iter_num, tokens=rows_seen * max_seq_len)
         lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)

@@ -294,13 +294,46 @@ def printable(text):
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+trackers = []  # who else is told: functions of a line of the log, from start_trackers
+
+
+def start_trackers(out_dir, config, wandb_log, wandb_project, tensorboard):
+    """
+    Has write_log send its figures to Weights & Biases and to TensorBoard (out_dir/tensorboard), as far as asked for. Neither
+    can stop a run: what fails is said in one line, and the log goes on without it.
+    """
+    if wandb_log:
+        try:
+            import wandb
+            run = wandb.init(project=wandb_project, name=Path(out_dir).resolve().name, dir=out_dir, config=config,
+                             settings=wandb.Settings(init_timeout=60))
+            trackers.append(lambda figures: run.log(figures, step=figures["iter"]))
+        except Exception as error:  # not installed, no account, no network, ...
+            print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); WANDB_MODE=offline "
+                  f"keeps its files here")
+    if tensorboard:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(Path(out_dir) / "tensorboard")
+            trackers.append(lambda figures: [writer.add_scalar(key, value, figures["iter"]) for key, value in figures.items()
+                                             if isinstance(value, (int, float)) and key != "iter"] and writer.flush())
+        except Exception as error:
+            print(f"WARNING: no TensorBoard ({type(error).__name__}: {error}): pip install tensorboard")
+
+
 def write_log(out_dir, **figures):
-    """Appends one line to out_dir/log.jsonl; floats are rounded to 6 significant digits but for the losses."""
+    """Appends one line to out_dir/log.jsonl, floats but the losses rounded to 6 significant digits, and tells the trackers."""
     for key, value in figures.items():
         if isinstance(value, float) and not key.endswith("loss"):
             figures[key] = float(f"{value:.6g}")
     with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as f:
         f.write(json.dumps(figures) + "\n")
+    for tracker in list(trackers) if "iter" in figures and "event" not in figures else []:
+        try:
+            tracker(figures)
+        except Exception as error:
+            print(f"WARNING: a tracker failed and is left out from here on: {type(error).__name__}: {error}")
+            trackers.remove(tracker)
 
 
 def read_log(path):

@@ -38,6 +38,9 @@ eval_problems: int = 64  # problems of each task then, always the same; at the e
 task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: int = 10  # steps between two lines of the log
 sample_tokens: int = 64  # length of the sample shown at each evaluation; 0: none
+wandb_log: bool = False  # log to Weights & Biases as well (pip install wandb)
+wandb_project: str = "train-gpt2"  # its project; the run is named after out_dir
+tensorboard: bool = False  # log to OUT_DIR/tensorboard as well (pip install tensorboard)
 # data
 data_dir: str = "data/fineweb-edu"  # shards from prepare_data.py, or any in the layout of llm.c
 batch_size: int = 16  # rows of a micro-batch, on each rank
@@ -262,6 +265,7 @@ if rank == 0:
     with open(f"{out_dir}/config.json", "w", encoding="utf-8") as f:
         json.dump(config, f, indent=1)
         f.write("\n")
+    runtime.start_trackers(out_dir, config, wandb_log, wandb_project, tensorboard)
     if resuming:
         runtime.write_log(out_dir, event="resume", iter=iter_num, tokens=rows_seen * max_seq_len)
         lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)

@@ -377,6 +377,35 @@ def test_runs_are_drawn_together(trained, tmp_path):
     assert "nowhere: no such file" in refused("runtime.py", "nowhere")
 
 
+def test_a_tracker_gets_the_figures_and_cannot_stop_a_run(tmp_path, capsys, monkeypatch):
+    import runtime
+    seen = []
+    monkeypatch.setattr(runtime, "trackers", [seen.append, lambda figures: 1 / 0])
+    for i in (1, 2):
+        runtime.write_log(tmp_path, iter=i, train_loss=3.0)
+    assert [figures["iter"] for figures in seen] == [1, 2] and capsys.readouterr().out.count("WARNING: a tracker failed") == 1
+    runtime.start_trackers(tmp_path, {}, wandb_log=False, wandb_project="", tensorboard=False)
+    assert runtime.trackers == [seen.append]
+
+
+def test_a_tracker_that_is_not_installed_is_said_and_the_run_goes_on(shards, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')")
+    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=2", "--wandb_log=True", "--sample_tokens=0",
+                 env={"PYTHONPATH": str(tmp_path)})
+    assert "WARNING: no Weights & Biases (ImportError: no wandb here)" in output and "done:" in output
+
+
+def test_the_log_is_read_as_curves_without_what_a_resumed_run_left_behind(tmp_path):
+    import runtime
+    lines = [dict(iter=i, tokens=100 * i, train_loss=5.0 - i, skipped=int(i >= 3), recompiles=0) for i in (1, 2, 3, 4)]
+    lines += [dict(event="resume", iter=2, tokens=200), dict(iter=3, tokens=300, train_loss=2.5, skipped=0, recompiles=0)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iter": 4, "tok')
+    curves, events = runtime.read_log(tmp_path / "log.jsonl")
+    assert curves["train_loss"] == {100: 4.0, 200: 3.0, 300: 2.5} and events == {"resume": [200], "skipped": [], "recompiled": []}
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+    assert runtime.read_log(tmp_path / "log.jsonl")[1]["skipped"] == [300]
+
+
 def test_bench_prints_its_tables(gpt2_vocabulary):
     output = run("bench.py", "--rounds=1", "--variants=gpt2,gpt2+mla", "--context=16", "--new_tokens=3", "--compile=False", "--train_iters=2",
                  "--device=cpu", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2")
