@@ -75,6 +75,7 @@ def test_transformers_opens_it_and_computes_and_writes_the_same(exported):
         assert (theirs(idx).logits - gpt(idx)).abs().max() < 1e-4
     prompt = tokens(1, 20, seed=3) % 256
     ours = [token for token, in gpt.generate([prompt[0].tolist()], 64, temperature=0, n_vocab=261)]
+    assert theirs.generation_config.eos_token_id == [260, 256]
     stop = next((i + 1 for i, token in enumerate(ours) if token in (256, 260)), 64)  # behind <|endoftext|> or <|end|>
     assert theirs.generate(prompt, max_new_tokens=64, do_sample=False)[0, 20:].tolist() == ours[:stop]
     theirs.generation_config.eos_token_id = None
