@@ -204,6 +204,8 @@ def model_card(name, loaded, config, n_params, dtype):
         notes.append(f"It was trained with multi-head latent attention, which caches {config.kv_lora_rank} numbers a token and layer. Here "
                      f"keys and values are multiplied out, so that it is a plain GPT-2 that caches {2 * config.n_embd}: the small cache "
                      f"is lost in this format, and the {dtype} logits may differ in the last digits.")
+    if loaded["tokenizer"] == "bytes":
+        notes.append("llama.cpp's converter refuses its tokenizer: it knows those on its list, GPT-2's among them, and not this one.")
     if dtype != "float32":
         notes.append(f"The weights were trained in float32 and are rounded to {dtype}.")
     return CARD.format(

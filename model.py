@@ -626,7 +626,8 @@ def config_from_hf(theirs):
         expect("activation_function", activation, *HF_GELU)
         return GPTConfig(arch="gpt2", gelu=HF_GELU[activation], **settings)
     # where the theta stands, and what scales it, has changed from version to version of transformers
-    rope = {"rope_theta": theirs.get("rope_theta") or 10000.0, **(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    rope = {"rope_theta": theirs.get("rope_theta") or 10000.0}
+    rope |= (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
     expect("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
     expect("partial_rotary_factor", rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0)), 1.0)
     for layer_type in theirs.get("layer_types") or []:

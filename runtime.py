@@ -271,7 +271,7 @@ def load_checkpoint(path):
                        f"iteration {checkpoint['iter_num']}")
         return checkpoint
     theirs = path / "config.json"
-    if theirs.exists() and "model_type" in theirs.read_text(encoding="utf-8") and not any(c.exists() for c in candidates):
+    if theirs.exists() and "model_type" in theirs.read_text(encoding="utf-8", errors="replace") and not any(c.exists() for c in candidates):
         try:
             return load_hf(path)
         except ImportError:
@@ -324,13 +324,13 @@ def from_nanogpt(theirs):
     args = theirs["model_args"]
     if args["vocab_size"] == 384:
         raise ValueError("its vocabulary has 384 ids, made by its own prepare.py; expected 50257 or 50304, gpt2's tokens")
-    config = GPTConfig(gelu="exact", max_seq_len=args["block_size"], **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")})
+    config = GPTConfig(gelu="exact", max_seq_len=args["block_size"], vocab_size=args["vocab_size"], n_layer=args["n_layer"],
+                       n_head=args["n_head"], n_embd=args["n_embd"])
     # _orig_mod. comes from saving a compiled model; attn.bias was the causal mask before torch 2
     model = {name.removeprefix("_orig_mod."): tensor for name, tensor in theirs["model"].items() if not name.endswith(".attn.bias")}
-    if not args["bias"]:
-        for name in [name for name in model if name.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight", "c_attn.weight", "c_proj.weight",
-                                                              "c_fc.weight"))]:
-            model[name.removesuffix("weight") + "bias"] = torch.zeros(len(model[name]))
+    if not args.get("bias", True):
+        biased = ("ln_1.weight", "ln_2.weight", "ln_f.weight", "c_attn.weight", "c_proj.weight", "c_fc.weight")
+        model |= {name.removesuffix("weight") + "bias": torch.zeros(len(model[name])) for name in model if name.endswith(biased)}
     return foreign(model, config, config=theirs["config"], iter_num=theirs["iter_num"], val_loss=float(theirs["best_val_loss"]),
                    val_iter=theirs["iter_num"])
 
@@ -360,7 +360,8 @@ def load_hf(folder):
     # causal masks and rotary angles are constants; OpenAI's own file lacks the prefix, and the head, which is tied
     theirs = {name: tensor for name, tensor in theirs.items() if not name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))}
     if config.arch == "gpt2":
-        theirs = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor for name, tensor in theirs.items()}
+        theirs = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
+                  for name, tensor in theirs.items()}
     run = folder / "run.json"
     known = json.loads(run.read_text(encoding="utf-8")) if run.exists() else {}
     known = {key: known[key] for key in ("stage", "iter_num", "rows_seen", "val_loss", "val_iter", "config") if key in known}
