@@ -3,6 +3,7 @@ GPT, twice: arch="gpt2" is GPT-2 to the letter, arch="llama" is what came after 
 
     gpt2   LayerNorm with bias, learned positions, tanh GELU, biases, head tied to the embedding.
            Radford et al. 2019; equals transformers' GPT2LMHeadModel and takes OpenAI's weights.
+           With gelu="exact" it equals nanoGPT's model.
     llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head.
            Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM.
 
@@ -34,6 +35,7 @@ class GPTConfig:
     n_kv_head: Optional[int] = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     intermediate_size: Optional[int] = None  # width of the MLP; None: 4 C, llama: 8/3 C up to a multiple of 64
+    gelu: str = "tanh"  # gpt2: tanh (the approximation that GPT-2 is trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
     kv_lora_rank: Optional[int] = None  # mla: width of the latent that keys and values are made from; None: 128, at most C / 2
     q_lora_rank: Optional[int] = None  # mla, llama: width of a latent for the queries; None: queries straight from x
@@ -237,9 +239,10 @@ class GPT2MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.intermediate_size)
         self.c_proj = nn.Linear(config.intermediate_size, config.n_embd)
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
 
     def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
 
 
 class LlamaMLP(nn.Module):
@@ -519,7 +522,7 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, genera
 
 
 # ---------------------------------------------------------------------------------------------------
-# our parameters' names in Hugging Face's vocabulary
+# our parameters' names and our settings in Hugging Face's vocabulary
 
 HF_NAMES = {
     "gpt2": [],  # GPT-2's names are used as they are; its Conv1D weights lie transposed
@@ -557,18 +560,99 @@ def rename(state_dict, config, table):
 
 
 def multiply_out(state_dict, config):
-    """gpt2 with mla as a plain gpt2: k = (W_k W_a) x and v = (W_v W_a) x for each head. The small cache is lost."""
+    """
+    gpt2 with mla as a plain gpt2: k = (W_k W_a) x and v = (W_v W_a) x for each head. The small cache is lost. Of a state dict
+    with some of the blocks, those are multiplied out.
+    """
     plain = {name: tensor for name, tensor in state_dict.items() if ".attn." not in name}
-    for i in range(config.n_layer):
-        attn = f"transformer.h.{i}.attn."
+    for attn in [name.removesuffix("kv_b_proj.weight") for name in state_dict if name.endswith("kv_b_proj.weight")]:
         down = state_dict[attn + "kv_a_proj_with_mqa.weight"]  # (rank, C)
         up = state_dict[attn + "kv_b_proj.weight"].view(config.n_head, 2, -1, config.kv_lora_rank)  # head, key or value, hd, rank
         k, v = (up[:, part].flatten(0, 1) @ down for part in (0, 1))  # (C, C)
         plain[attn + "c_attn.weight"] = torch.cat((state_dict[attn + "q_proj.weight"], k, v))
-        plain[attn + "c_attn.bias"] = torch.cat((state_dict[attn + "q_proj.bias"], torch.zeros(2 * config.n_embd).type_as(down)))
+        plain[attn + "c_attn.bias"] = torch.cat((state_dict[attn + "q_proj.bias"], down.new_zeros(2 * config.n_embd)))
         for kind in ("weight", "bias"):
             plain[attn + "c_proj." + kind] = state_dict[attn + "o_proj." + kind]
     return plain
+
+
+# Per model_type of theirs: our settings that they call otherwise, and what their config has to say besides for the same
+# function, which is also what they take for granted where it is missing (but for llama's 1e-6 in rms_norm_eps).
+HF_SETTINGS = {
+    "gpt2": dict(max_seq_len="n_positions", vocab_size="vocab_size", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+                 intermediate_size="n_inner"),
+    "llama": dict(max_seq_len="max_position_embeddings", vocab_size="vocab_size", n_layer="num_hidden_layers",
+                  n_head="num_attention_heads", n_embd="hidden_size", n_kv_head="num_key_value_heads",
+                  intermediate_size="intermediate_size"),
+}
+HF_SETTINGS["qwen3"] = HF_SETTINGS["llama"]
+HF_SETTINGS["deepseek_v3"] = HF_SETTINGS["llama"] | {
+    name: name for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+HF_FIXED = {
+    "gpt2": dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
+                 tie_word_embeddings=True),
+    "llama": dict(hidden_act="silu", rms_norm_eps=1e-5, attention_bias=False, mlp_bias=False, tie_word_embeddings=False),
+    "qwen3": dict(hidden_act="silu", rms_norm_eps=1e-5, attention_bias=False, use_sliding_window=False, tie_word_embeddings=False),
+    "deepseek_v3": dict(hidden_act="silu", rms_norm_eps=1e-5, attention_bias=False, rope_interleave=True, tie_word_embeddings=False),
+}
+HF_GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+HF_CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+
+
+def config_to_hf(config):
+    """What transformers' config.json says of the model that to_hf gives the weights of: a dict of plain values."""
+    kind = "gpt2" if config.arch == "gpt2" else "deepseek_v3" if config.attention == "mla" else "qwen3" if config.qk_norm else "llama"
+    theirs = {"architectures": [HF_CLASSES[kind]], "model_type": kind,
+              **{name: getattr(config, ours) for ours, name in HF_SETTINGS[kind].items()}, **HF_FIXED[kind]}
+    if kind == "gpt2":
+        return theirs | dict(activation_function="gelu_new" if config.gelu == "tanh" else "gelu",
+                             resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=config.dropout)
+    theirs |= dict(attention_dropout=config.dropout, rope_theta=config.rope_theta,  # transformers 5 reads the next line instead
+                   rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta})
+    if kind == "deepseek_v3":  # every layer dense, no layer that predicts a second token
+        return theirs | dict(first_k_dense_replace=config.n_layer, num_nextn_predict_layers=0)
+    return theirs | dict(head_dim=config.n_embd // config.n_head)
+
+
+def config_from_hf(theirs):
+    """
+    The GPTConfig of a model of transformers', from its config.json as a dict. What it has and this file has not is
+    refused: ValueError, naming it. Dropout is left at 0: it is the training's.
+    """
+    def expect(name, value, *accepted):
+        if value not in accepted:
+            raise ValueError(f"its config has {name}={value!r}, and this model is only built with {' or '.join(map(repr, accepted))}")
+
+    kind = theirs.get("model_type")
+    expect("model_type", kind, *HF_FIXED)
+    for name, value in HF_FIXED[kind].items():
+        expect(name, theirs.get(name, 1e-6 if name == "rms_norm_eps" else value), value)
+    expect("quantization_config", theirs.get("quantization_config"), None)
+    try:
+        settings = {ours: theirs[name] for ours, name in HF_SETTINGS[kind].items() if ours not in ("n_kv_head", "intermediate_size")}
+    except KeyError as error:
+        raise ValueError(f"its config has no {error.args[0]}")
+    for ours in ("n_kv_head", "intermediate_size"):  # may be missing, or None: as many as heads, 4 n_embd
+        settings[ours] = theirs.get(HF_SETTINGS[kind].get(ours))
+    if kind == "gpt2":
+        activation = theirs.get("activation_function", "gelu_new")
+        expect("activation_function", activation, *HF_GELU)
+        return GPTConfig(arch="gpt2", gelu=HF_GELU[activation], **settings)
+    # where the theta stands, and what scales it, has changed from version to version of transformers
+    rope = {"rope_theta": theirs.get("rope_theta") or 10000.0}
+    rope |= (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
+    expect("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    expect("partial_rotary_factor", rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0)), 1.0)
+    for layer_type in theirs.get("layer_types") or []:
+        expect("layer_types", layer_type, "full_attention")
+    if kind == "deepseek_v3":
+        dense = theirs.get("first_k_dense_replace", 3)
+        expect("first_k_dense_replace", dense, max(dense, settings["n_layer"]))  # at least as many as there are
+    else:
+        hd = settings["n_embd"] // settings["n_head"]
+        expect("head_dim", theirs.get("head_dim") or (128 if kind == "qwen3" else hd), hd)
+    return GPTConfig(arch="llama", attention="mla" if kind == "deepseek_v3" else "mha", qk_norm=kind == "qwen3",
+                     rope_theta=float(rope["rope_theta"]), **settings)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -588,6 +672,7 @@ def check_config(c):
     near = max(1, c.n_embd // c.n_head) * c.n_head
     expect(c.n_embd % c.n_head == 0, "n_embd", f"expected a multiple of n_head={c.n_head}, e.g. {near}")
     expect(0 <= c.dropout < 1, "dropout", "expected a number from 0 to below 1")
+    expect(c.gelu == "tanh" or c.gelu == "exact" and c.arch == "gpt2", "gelu", "expected tanh, or with arch=gpt2 exact")
     hd = c.n_embd // c.n_head
     if c.arch == "gpt2":
         expect(c.n_kv_head in (None, c.n_head), "n_kv_head", "arch=gpt2 has a key and value for each head; arch=llama can share them")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import fail
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, config_from_hf, from_hf
 
 # ---------------------------------------------------------------------------------------------------
 # ranks, device, precision
@@ -246,13 +246,22 @@ def save_checkpoint(out_dir, checkpoint):
              f"it stays: make room, then --init_from=resume goes on from it")
 
 
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # what the hub has of theirs
+VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}  # whose tokens a model of others takes, by the size of its vocabulary
+
+
 def load_checkpoint(path):
     """
-    A checkpoint, on the CPU. path: the file, or the out_dir it lies in. Nothing in it is executed (weights_only).
+    Whatever holds a model, on the CPU. path: a ckpt.pt of ours or of nanoGPT, or the out_dir it lies in; a Hugging Face
+    folder of one of the four architectures; or one of OPENAI, from the hub. Nothing in it is executed (weights_only).
+    -> a dict with at least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan where unknown) and val_iter.
     Where ckpt.pt is missing or damaged, the one before it is taken, and said.
     """
+    if str(path) in OPENAI and not os.path.exists(path):
+        path = download(path)
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS] if path.is_dir() else [path]
+    problem = "there is none"
     for candidate in candidates:
         if not candidate.exists():
             continue
@@ -260,21 +269,130 @@ def load_checkpoint(path):
             damaged = zipfile.ZipFile(candidate).testzip()  # torch.load compares no checksums
             assert damaged is None, f"{damaged} in it is damaged"
             checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
+            if "block_size" in checkpoint.get("model_args", ()):
+                checkpoint = from_nanogpt(checkpoint)
             missing = {"model", "model_args", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - set(checkpoint)
             assert not missing, f"it lacks {', '.join(sorted(missing))}"
-            config = GPTConfig(**checkpoint["model_args"])
-            with torch.device("meta"):  # shapes alone
-                expected = GPT(config).state_dict()
-            shapes, expected = ({name: tensor.shape for name, tensor in d.items()} for d in (checkpoint["model"], expected))
-            assert shapes == expected, "its weights do not fit its model_args"
+            checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
+            check_shapes(checkpoint)
         except Exception as error:  # a damaged file raises whatever its bytes lead to
-            print_once(f"WARNING: {candidate} cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            problem = in_words(error)
             continue
-        checkpoint["model_args"] = asdict(config)
         if candidate != candidates[0]:
-            print_once(f"WARNING: going on from the checkpoint before it, {candidate}, iteration {checkpoint['iter_num']}")
+            print_once(f"WARNING: {candidates[0]} cannot be read ({problem}): going on from the checkpoint before it, {candidate}, "
+                       f"iteration {checkpoint['iter_num']}")
         return checkpoint
-    fail(f"{path}: no checkpoint that can be read there (train_gpt2.py writes OUT_DIR/ckpt.pt)")
+    theirs = path / "config.json"
+    if theirs.exists() and "model_type" in theirs.read_text(encoding="utf-8", errors="replace") and not any(c.exists() for c in candidates):
+        try:
+            return load_hf(path)
+        except ImportError:
+            fail(f"{path}: to read its model.safetensors: pip install safetensors")
+        except Exception as error:  # see above
+            problem = in_words(error)
+    fail(f"{path}: no checkpoint that can be read there ({problem}); expected a ckpt.pt of train_gpt2.py or of nanoGPT, the folder it "
+         f"lies in, a Hugging Face folder, or one of {', '.join(OPENAI)}")
+
+
+def in_words(error):
+    """What an exception says, in one line, with its type where the words are not ours."""
+    words = " ".join(str(error).split())[:300]
+    return words if type(error) in (ValueError, AssertionError) else f"{type(error).__name__}: {words}"
+
+
+def check_shapes(checkpoint):
+    """AssertionError, naming the first tensors, where the weights are not those of the model that model_args describe."""
+    with torch.device("meta"):  # shapes alone
+        expected = GPT(GPTConfig(**checkpoint["model_args"])).state_dict()
+    given, expected = ({name: tuple(tensor.shape) for name, tensor in d.items()} for d in (checkpoint["model"], expected))
+    odd = [f"{name} {given.get(name, 'missing')}, expected {expected.get(name, 'none')}"
+           for name in sorted({*given, *expected}) if given.get(name) != expected.get(name)]
+    assert not odd, f"its weights do not fit its model_args: {'; '.join(odd[:3])}{' ...' if odd[3:] else ''}"
+
+
+def foreign(model, gpt_config, **known):
+    """
+    The dict of load_checkpoint for a model that others trained, its vocabulary padded to ours. New rows start at the mean of
+    the others: a row of zeros has the logit 0, far above what GPT-2 gives its likeliest token, and would win the softmax.
+    """
+    if gpt_config.vocab_size not in VOCABULARIES:
+        raise ValueError(f"its vocabulary has {gpt_config.vocab_size} ids; expected 50257 or 50304 (gpt2's tokens) or 384 (bytes)")
+    tokenizer = VOCABULARIES[gpt_config.vocab_size]
+    gpt_config.vocab_size = {"gpt2": 50304, "bytes": 384}[tokenizer]
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        if name in model and len(model[name]) == 50257 < gpt_config.vocab_size:
+            mean = model[name].mean(0, dtype=torch.float32).type_as(model[name])
+            model[name] = torch.cat((model[name], mean.expand(gpt_config.vocab_size - 50257, -1)))
+    if gpt_config.arch == "gpt2":
+        model["lm_head.weight"] = model["transformer.wte.weight"]
+    checkpoint = {"model": model, "model_args": asdict(gpt_config), "config": {}, "tokenizer": tokenizer, "stage": "base", "iter_num": 0,
+                  "val_loss": math.nan, "val_iter": 0, **known}
+    check_shapes(checkpoint)
+    return checkpoint
+
+
+def from_nanogpt(theirs):
+    """A checkpoint of nanoGPT's train.py in our format. Its GELU is exact, and its bias=False is a GPT-2 whose biases are zero."""
+    args = theirs["model_args"]
+    if args["vocab_size"] == 384:
+        raise ValueError("its vocabulary has 384 ids, made by its own prepare.py; expected 50257 or 50304, gpt2's tokens")
+    config = GPTConfig(gelu="exact", max_seq_len=args["block_size"], vocab_size=args["vocab_size"], n_layer=args["n_layer"],
+                       n_head=args["n_head"], n_embd=args["n_embd"])
+    # _orig_mod. comes from saving a compiled model; attn.bias was the causal mask before torch 2
+    model = {name.removeprefix("_orig_mod."): tensor for name, tensor in theirs["model"].items() if not name.endswith(".attn.bias")}
+    if not args.get("bias", True):
+        biased = ("ln_1.weight", "ln_2.weight", "ln_f.weight", "c_attn.weight", "c_proj.weight", "c_fc.weight")
+        model |= {name.removesuffix("weight") + "bias": torch.zeros(len(model[name])) for name in model if name.endswith(biased)}
+    return foreign(model, config, config=theirs["config"], iter_num=theirs["iter_num"], val_loss=float(theirs["best_val_loss"]),
+                   val_iter=theirs["iter_num"])
+
+
+def load_hf(folder):
+    """
+    A folder as transformers saves it, in the dict of load_checkpoint: config.json, and weights as safetensors or
+    pytorch_model.bin, in one file or several with an index. run.json, which export_hf.py adds, says how it was trained.
+    Raises what is wrong with it; ImportError where safetensors is missing.
+    """
+    config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if (folder / name).exists():
+            break
+    else:
+        raise ValueError("it has a config.json, but neither model.safetensors nor pytorch_model.bin, nor an index of them")
+    files = [name]
+    if name.endswith("index.json"):
+        files = sorted(set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values()))
+    theirs = {}
+    for file in files:
+        if file.endswith(".bin"):
+            theirs |= torch.load(folder / file, map_location="cpu", weights_only=True)
+        else:
+            from safetensors.torch import load_file
+            theirs |= load_file(folder / file)
+    # causal masks and rotary angles are constants; OpenAI's own file lacks the prefix, and the head, which is tied
+    theirs = {name: tensor for name, tensor in theirs.items() if not name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))}
+    if config.arch == "gpt2":
+        theirs = {name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
+                  for name, tensor in theirs.items()}
+    run = folder / "run.json"
+    known = json.loads(run.read_text(encoding="utf-8")) if run.exists() else {}
+    known = {key: known[key] for key in ("stage", "iter_num", "rows_seen", "val_loss", "val_iter", "config") if key in known}
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists() and VOCABULARIES.get(config.vocab_size) == "gpt2":  # others' vocabularies have 50304 ids, too
+        vocabulary = json.loads(tokenizer.read_text(encoding="utf-8"))["model"]["vocab"]
+        if vocabulary.get("\u0120the") != 262:  # " the"
+            raise ValueError("its tokenizer.json is not that of gpt2")
+    return foreign(from_hf(theirs, config), config, **known)
+
+
+def download(name):
+    """One of OPENAI's from the Hugging Face hub, or from the hub's cache on this machine -> the folder it lies in."""
+    from huggingface_hub import snapshot_download  # comes with datasets
+    try:
+        return snapshot_download(f"openai-community/{name}", allow_patterns=["config.json", "model.safetensors"])
+    except Exception as error:  # whatever the network raises
+        fail(f"{name}: cannot be fetched from the Hugging Face hub ({type(error).__name__}); where there is no network, give the path "
+             f"of a folder with its config.json and model.safetensors", alone=True)
 
 
 def load_model(path, device):

@@ -15,7 +15,7 @@ from prepare_data import END_OF_TEXT, chat_tokens, get_tokenizer, render_chat
 
 # ---------------------------------------------------------------------------------------------------
 # settings
-checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in
+checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in; nanoGPT's; a Hugging Face folder; gpt2, gpt2-medium, ...
 prompt: str = ""  # text to continue, or FILE:path to read it from; empty: the start of a document
 chat: bool = False  # a conversation in the terminal instead; with a prompt: the answer to it
 system: str = ""  # chat: what the model is told before the conversation; empty: nothing
@@ -51,7 +51,8 @@ autocast = runtime.autocast(compute_device, runtime.pick_dtype(dtype, compute_de
 model, loaded = runtime.load_model(checkpoint, compute_device)
 tokenizer = get_tokenizer(loaded["tokenizer"])
 print(f"{checkpoint}: {loaded['stage']} model, {loaded['model_args']['arch']}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M "
-      f"parameters, step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}")
+      f"parameters" + ("" if math.isnan(loaded["val_loss"]) else  # one that others trained
+                       f", step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}"))
 
 special = chat_tokens(tokenizer)
 stop_ids = [tokenizer.eot_token] + ([*special.values()] if chat else [])

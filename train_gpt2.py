@@ -29,7 +29,7 @@ from prepare_data import END_OF_TEXT, Windows, get_tokenizer, padded_vocab_size,
 # settings
 # output
 out_dir: str = "out"  # checkpoint, config.json, log.jsonl and loss.png go here
-init_from: str = "scratch"  # scratch, resume (from out_dir), or a checkpoint's path: its weights, a new run
+init_from: str = "scratch"  # scratch, resume (from out_dir), or whose weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, a path
 overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
 eval_interval: int = 500  # steps between evaluations; a checkpoint is saved before each
 eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val; 64 * 16 * 1024 are 1M tokens
@@ -55,6 +55,7 @@ n_embd: int = 768  # width of the residual stream
 n_kv_head: Optional[int] = None  # llama: key/value heads; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
 intermediate_size: Optional[int] = None  # width of the MLP; None: 4 n_embd, for llama 8/3 n_embd
+gelu: Literal["tanh", "exact"] = "tanh"  # gpt2: GPT-2's approximation, or nanoGPT's exact one
 rope_theta: float = 10000.0  # llama: base of the rotary frequencies
 kv_lora_rank: Optional[int] = None  # mla: width of the latent cached for each token; None: 128, at most n_embd / 2
 q_lora_rank: Optional[int] = None  # mla, llama: width of a latent for the queries; None: they have none
@@ -92,6 +93,9 @@ checkpoint = None
 if init_from != "scratch":
     source = out_dir if resuming else init_from
     checkpoint = runtime.load_checkpoint(source)
+    if resuming and "optimizer" not in checkpoint:
+        fail(f"--init_from=resume: {out_dir} holds a model without the state of its training; start a new run with "
+             f"--init_from={out_dir} --out_dir=...")
     for name in set(MODEL) & set(checkpoint["model_args"]):
         if name in given and given[name] != checkpoint["model_args"][name]:
             fail(f"--{name}={given[name]}: the model in {source} has {checkpoint['model_args'][name]}")
