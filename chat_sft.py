@@ -33,7 +33,7 @@ from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, row
 # settings
 # output
 out_dir: str = "out-chat"  # checkpoint, config.json, log.jsonl and loss.png go here
-init_from: str = "out/ckpt.pt"  # the checkpoint to start from, or resume (from out_dir)
+init_from: str = "out/ckpt.pt"  # whose weights to start from: a path, gpt2, gpt2-medium, ...; or resume (from out_dir)
 overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
 eval_interval: int = 100  # steps between evaluations; a checkpoint is saved before each
 eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val
@@ -88,6 +88,9 @@ if resuming:
     if checkpoint["stage"] != "chat":
         fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model, whose run is not one of chat_sft.py; to tune it give "
              f"--init_from={out_dir}/ckpt.pt and another --out_dir")
+    if "optimizer" not in checkpoint:
+        fail(f"--init_from=resume: {out_dir} holds a model without the state of its training; start a new run with "
+             f"--init_from={out_dir} --out_dir=...")
     config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed"),
                                    per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
 positions = checkpoint["model_args"]["max_seq_len"]
@@ -213,8 +216,7 @@ if resuming:
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
     if max_iters < iter_num:
         fail(f"--max_iters={max_iters}: the checkpoint in {out_dir} has taken {iter_num} steps already; give more")
-else:
-    runtime.print_once(f"{source}: {checkpoint['stage']} model, step {checkpoint['iter_num']}, val loss {checkpoint['val_loss']:.4f}")
+introduction = runtime.introduce(source, checkpoint, sum(p.numel() for p in orig_model.parameters()))
 tokenizer_name = checkpoint["tokenizer"]
 checkpoint = None  # frees its memory
 
@@ -265,8 +267,7 @@ def save():
 # ---------------------------------------------------------------------------------------------------
 # say what is about to happen
 runtime.print_once(
-    f"model: {model_args['arch']}, {model_args['attention']}, {model_args['n_layer']} layers, {model_args['n_embd']} wide, "
-    f"{sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters, {positions} positions\n"
+    f"from {introduction}\n"
     f"data: {data}, {plan['train']['conversations']:,} conversations in {len(train_rows):,} rows of {max_seq_len}; of the places "
     f"{100 * plan['train']['tokens'] / (len(train_rows) * max_seq_len):.1f}% are useful and "
     f"{100 * plan['train']['trained'] / (len(train_rows) * max_seq_len):.1f}% trained on; "

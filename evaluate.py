@@ -370,10 +370,7 @@ if __name__ == "__main__":
     autocast = runtime.autocast(compute_device, compute_dtype)
     model, loaded = runtime.load_model(checkpoint, compute_device)
     tokenizer = get_tokenizer(loaded["tokenizer"])
-    runtime.print_once(
-        f"{checkpoint}: {loaded['stage']} model, {loaded['model_args']['arch']}, "
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, step {loaded['iter_num']}, "
-        f"val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}")
+    runtime.print_once(runtime.introduce(checkpoint, loaded, sum(p.numel() for p in model.parameters())))
     if output is not None and rank == 0:
         try:
             open(output, "a").close()  # now, and not after all the work

@@ -395,6 +395,15 @@ def download(name):
              f"of a folder with its config.json and model.safetensors", alone=True)
 
 
+def introduce(path, checkpoint, n_params):
+    """Which model this is, in one line."""
+    trained = "" if math.isnan(checkpoint["val_loss"]) else \
+        f", step {checkpoint['iter_num']}, val loss {checkpoint['val_loss']:.4f} at step {checkpoint['val_iter']}"
+    args = checkpoint["model_args"]
+    return (f"{path}: {checkpoint['stage']} model, {args['arch']}{', mla' if args['attention'] == 'mla' else ''}, {args['n_layer']} layers, "
+            f"{args['n_embd']} wide, {n_params / 1e6:.1f}M parameters, {args['max_seq_len']} positions, {checkpoint['tokenizer']}'s tokens{trained}")
+
+
 def load_model(path, device):
     """The GPT in a checkpoint, in eval mode on `device`, and the checkpoint without its weights and optimizer."""
     checkpoint = load_checkpoint(path)

@@ -50,10 +50,7 @@ _, _, compute_device = runtime.init_process(device)
 autocast = runtime.autocast(compute_device, runtime.pick_dtype(dtype, compute_device))
 model, loaded = runtime.load_model(checkpoint, compute_device)
 tokenizer = get_tokenizer(loaded["tokenizer"])
-print(f"{checkpoint}: {loaded['stage']} model, {loaded['model_args']['arch']}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M "
-      f"parameters" + ("" if math.isnan(loaded["val_loss"]) else  # one that others trained
-                       f", step {loaded['iter_num']}, val loss {loaded['val_loss']:.4f} at step {loaded['val_iter']}"))
-
+print(runtime.introduce(checkpoint, loaded, sum(p.numel() for p in model.parameters())))
 special = chat_tokens(tokenizer)
 stop_ids = [tokenizer.eot_token] + ([*special.values()] if chat else [])
 

@@ -93,6 +93,8 @@ checkpoint = None
 if init_from != "scratch":
     source = out_dir if resuming else init_from
     checkpoint = runtime.load_checkpoint(source)
+    if resuming and checkpoint["stage"] == "chat":
+        fail(f"--out_dir={out_dir}: holds a chat model, whose run goes on with chat_sft.py --init_from=resume")
     if resuming and "optimizer" not in checkpoint:
         fail(f"--init_from=resume: {out_dir} holds a model without the state of its training; start a new run with "
              f"--init_from={out_dir} --out_dir=...")
