@@ -491,11 +491,9 @@ def packed(idx, first_id):
     beginning with first_id, which stands nowhere else: positions restart with each text and attention stays inside it. What
     pads a row is first_id too, each place of it a text of its own, so that no query is left without a key.
     """
-    begins = idx == first_id
-    text = begins.cumsum(1)
-    index = torch.arange(idx.size(1), device=idx.device)
-    positions = index - torch.where(begins, index, 0).cummax(1).values
+    text = (idx == first_id).cumsum(1)  # the number of each place's text
     mask = (text[:, None, :, None] == text[:, None, None, :]).tril()  # causal within each text
+    positions = mask.sum(-1)[:, 0] - 1  # how many places of its text lie before it
     return positions, mask
 
 
