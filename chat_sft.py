@@ -33,8 +33,9 @@ from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, row
 # settings
 # output
 out_dir: str = "out-chat"  # checkpoint, config.json, log.jsonl and loss.png go here
-init_from: str = "out/ckpt.pt"  # whose weights to start from: a path, gpt2, gpt2-medium, ...; or resume (from out_dir)
+init_from: str = "out/ckpt.pt"  # whose weights to start from: a path, gpt2, gpt2-medium, ...; resume (from out_dir), or auto:PATH (resume if there is something to)
 overwrite: bool = False  # remove the checkpoint of another run that lies in out_dir
+keep_interval: int = 0  # steps between checkpoints that are kept for good, as ckpt_STEP.pt; 0: none
 eval_interval: int = 100  # steps between evaluations; a checkpoint is saved before each
 eval_iters: int = 64  # micro-batches an evaluation takes at most: always the first rows of val
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy; empty: none
@@ -70,6 +71,12 @@ warmup_iters: Optional[int] = None  # steps of linear rise; None: a tenth of the
 lr_decay_iters: Optional[int] = None  # step at which min_lr is reached; None: max_iters
 min_lr: float = 0.0  # the end of the decay
 wsd_decay_frac: float = 0.2  # wsd: the part of lr_decay_iters in which the rate falls
+# health
+spike_loss: float = 3.0  # a loss over this many times its moving average rolls the run back to its last checkpoint; 0: off
+spike_norm: float = 100.0  # so does a gradient norm over this many times its own; 0: off
+rollback_lr: float = 1.0  # factor on the learning rate for the 100 steps after that
+max_faults: int = 5  # so many rolled back or skipped steps without one good step beyond them end the run
+check_health: bool = False  # look for what keeps the model from learning, on one micro-batch, and exit
 # system
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
@@ -81,8 +88,8 @@ config, given = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------
 # settings that a checkpoint brings along
-resuming = init_from == "resume"
-source = out_dir if resuming else init_from
+resuming = init_from == "resume" or init_from.startswith("auto:") and runtime.found_checkpoint(out_dir)
+source = out_dir if resuming else init_from.removeprefix("auto:")
 checkpoint = runtime.load_checkpoint(source)
 if resuming:
     if checkpoint["stage"] != "chat":
@@ -104,10 +111,15 @@ if max_seq_len > positions:
 # process
 expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems", "log_interval", "batch_size", "gradient_accumulation_steps")
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
-             "weight_decay", "grad_clip", "epochs")
+             "weight_decay", "grad_clip", "epochs", "keep_interval", "spike_loss", "spike_norm")
 expect_range(config, 4, math.inf, "max_seq_len")
+expect_range(config, 1, math.inf, "max_faults")
+expect_range(config, 0, 1, "rollback_lr")
 expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout")
 expect_range(config, 0, 2 ** 63 - 1, "seed")
+
+if keep_interval % eval_interval:
+    fail(f"--keep_interval={keep_interval}: checkpoints are saved every --eval_interval={eval_interval} steps: expected a multiple of it")
 
 rank, world_size, compute_device = runtime.init_process(device)
 if gradient_accumulation_steps % world_size:
@@ -130,7 +142,8 @@ bytes_of = token_bytes(tokenizer)
 problems = {task: load_problems(task, tokenizer, "chat", task_dir) for task in task_names(eval_tasks)}
 train_rows, val_rows, plan = chat_rows(chat_dir, data, val_data, checkpoint["tokenizer"], max_seq_len, pack, seed,
                                        build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
-if resuming and checkpoint["data"] != plan["train"]["fingerprint"]:
+fingerprint = plan["train"]["fingerprint"]
+if resuming and checkpoint["data"] != fingerprint:
     fail(f"--data={data}: these are not the rows the run was started with; to train these weights on other conversations start "
          f"a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
 
@@ -206,6 +219,7 @@ orig_model.to(compute_device)
 optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
+health = runtime.new_health()
 if resuming:
     optimizer.load_state_dict(checkpoint.pop("optimizer"))
     for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
@@ -214,6 +228,9 @@ if resuming:
         scaler.load_state_dict(checkpoint["scaler"])
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
+    health.update(checkpoint.get("health", {}))
+    if checkpoint["path"].endswith("_prev.pt") and rank == 0:
+        runtime.set_aside(out_dir)
     if max_iters < iter_num:
         fail(f"--max_iters={max_iters}: the checkpoint in {out_dir} has taken {iter_num} steps already; give more")
 introduction = runtime.introduce(source, checkpoint, sum(p.numel() for p in orig_model.parameters()))
@@ -222,6 +239,8 @@ checkpoint = None  # frees its memory
 
 # ---------------------------------------------------------------------------------------------------
 # what the loop calls now and then
+how_to_go_on = f"go on with python chat_sft.py --init_from=resume --out_dir={out_dir}"
+
 
 def sample():
     """What the model answers now to the first question of val."""
@@ -254,14 +273,33 @@ def score_task(task):
 
 
 def save():
-    if rank == 0:
-        runtime.save_checkpoint(out_dir, {
-            "model": orig_model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-            "model_args": model_args, "config": config, "tokenizer": tokenizer_name, "data": plan["train"]["fingerprint"],
-            "stage": "chat", "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
-            "val_iter": val_iter})  # val_loss is that of step val_iter: a step is saved before it is evaluated
-        runtime.after_interrupt = (f": step {iter_num} is saved; go on with python chat_sft.py --init_from=resume "
-                                   f"--out_dir={out_dir}")
+    """Begins to write a checkpoint -> a future, to be waited for before a weight changes: evaluation goes on meanwhile."""
+    if rank > 0:
+        return pool.submit(bool, True)
+    keep_as = f"ckpt_{iter_num}.pt" if keep_interval and iter_num % keep_interval == 0 else None
+    return pool.submit(runtime.save_checkpoint, out_dir, {
+        "model": orig_model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "health": dict(health),
+        "model_args": model_args, "config": config, "tokenizer": tokenizer_name, "data": fingerprint, "stage": "chat",
+        "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
+        "val_iter": val_iter}, keep_as)  # val_loss is that of step val_iter: a step is saved before it is evaluated
+
+
+def saved(saving):
+    """Waits for a checkpoint -> whether it was written."""
+    done = saving.result()
+    if done:
+        runtime.after_interrupt = f": step {iter_num} is saved; {how_to_go_on}"
+    return done
+
+
+def roll_back():
+    """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
+    checkpoint = runtime.load_checkpoint(out_dir)
+    orig_model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if scaler.is_enabled():
+        scaler.load_state_dict(checkpoint["scaler"])
+    return checkpoint["iter_num"]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -296,6 +334,10 @@ if rank == 0:
 # ---------------------------------------------------------------------------------------------------
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
 # every checkpoint, uses orig_model, whose parameters are the very same tensors.
+if check_health:
+    with autocast:
+        good = rank > 0 or runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=False)
+    raise SystemExit(0 if good else 1)
 compiled = orig_model
 if compile:
     problem = runtime.compiler_problem(compute_device, compile_backend)
@@ -322,18 +364,19 @@ flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
 
 # ---------------------------------------------------------------------------------------------------
 # the loop; iter_num counts the steps taken
-pool = ThreadPoolExecutor(1)  # reads the next micro-batch while this one is computed
+pool = ThreadPoolExecutor(2)  # reads the next micro-batch while this one is computed, and writes checkpoints
 next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
-resumed_at, skipped, recompiles = iter_num, 0, 0
+resumed_at, saved_at = iter_num, iter_num
+skipped, rollbacks, clipped, recompiles, stopping = 0, 0, 0, 0, False
+runtime.catch_signals()
 # since the last line of the log
 loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
 while True:
     # save, then evaluate and sample: whatever goes wrong there, the step is on disk
     if iter_num % eval_interval == 0 or iter_num >= max_iters:
         seconds += time.time() - t0
-        if iter_num > resumed_at:
-            save()
-        else:
+        saving = save() if iter_num != saved_at else None
+        if saving is None:
             runtime.print_once("evaluating ...")
         with autocast:
             val_loss, val_bpb = validation_loss(compiled, val_batch, min(len(val_rows), eval_iters * batch_size), batch_size,
@@ -348,12 +391,20 @@ while True:
                 print(f"----- sample\n{sample()}\n-----", flush=True)
         for task in problems:
             score_task(task)
+        if saving and saved(saving):
+            saved_at = iter_num
+            if val_loss == best_val_loss and rank == 0:
+                runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
+        if clipped > 0.1 * eval_interval:
+            runtime.print_once(f"WARNING: since the last evaluation {clipped} of {eval_interval} gradients were clipped to --grad_clip={grad_clip}")
+        clipped = 0
         t0 = time.time()
     if iter_num >= max_iters:
         break
 
     # forward and backward
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
+    nats = torch.zeros((), device=compute_device)  # of this step
     targets, useful = count(step_rows(rows_seen, rows_per_step))  # of all micro-steps and ranks: the data order tells them to each
     for micro_step in range(micro_steps):
         inputs = next_batch.result()
@@ -363,38 +414,63 @@ while True:
             model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast:
             loss = model(*inputs)  # summed over what is trained on in the micro-batch
-        loss_sum += loss.detach().clone()
+        nats += loss.detach()
         # DDP divides by the ranks, hence times world_size: the gradient is that of the mean over the step's targets
         scaler.scale(loss * (world_size / max(targets, 1))).backward()
 
+    # what the ranks have to know of each other: the loss of the whole step, and whether one of them was asked to stop
+    told = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None)))
+    if dist.is_initialized():
+        dist.all_reduce(told)
+    nats, stopping = told.tolist()
+    loss_sum += nats
+
     # step
     lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+    lr *= rollback_lr if iter_num < health["calm_until"] else 1.0
     for group in optimizer.param_groups:
         group["lr"] = lr
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf).item()
-    if math.isfinite(grad_norm) or scaler.is_enabled():  # a scaler skips the step itself, and lowers its scale
+    clipped += grad_clip > 0 and grad_norm > grad_clip
+    # a loss scale that is too high overflows gradients: the scaler skips the step then, and lowers it
+    overflowed = scaler.is_enabled() and not math.isfinite(grad_norm)
+    fault = runtime.find_fault(health, iter_num, nats / max(targets, 1), None if overflowed else grad_norm, spike_loss, spike_norm)
+    if fault is None:
         scaler.step(optimizer)
-    if not math.isfinite(grad_norm):
-        skipped += 1
-        runtime.print_once(f"WARNING: step {iter_num} has gradients that are not finite and is skipped, {skipped} so far")
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    iter_num += 1
     rows_seen += rows_per_step
     steps_summed += 1
     targets_summed += targets
     useful_summed += useful
+    if fault is None:
+        skipped += overflowed
+        iter_num += 1
+    else:
+        if health["faults"] >= max_faults:
+            fail(f"step {iter_num}: {fault}, fault {health['faults']} without a good step beyond the first: stopped. "
+                 + (f"The last good checkpoint, step {saved_at}, is in {out_dir}" if runtime.found_checkpoint(out_dir) else "Nothing is saved")
+                 + "; try a lower --learning_rate")
+        if "spike" in fault and runtime.found_checkpoint(out_dir):
+            rollbacks += 1
+            runtime.print_once(f"WARNING: step {iter_num}: {fault}: back to step {saved_at}, and on past these rows")
+            iter_num = roll_back()
+            health["calm_until"] = iter_num + 100
+            if rank == 0:
+                runtime.write_log(out_dir, event="rollback", iter=iter_num, tokens=rows_seen * max_seq_len)
+        else:
+            skipped += 1
+            runtime.print_once(f"WARNING: step {iter_num}: {fault}: it is skipped, {skipped} so far")
+            iter_num += 1
 
     # log
     if runtime.graphs_compiled() > graphs_expected + recompiles:
         recompiles = runtime.graphs_compiled() - graphs_expected
         print(f"WARNING: rank {rank} recompiled the model in step {iter_num}, {recompiles} times so far "
               f"(TORCH_LOGS=recompiles says why)")
-    if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters:
-        if dist.is_initialized():
-            dist.all_reduce(loss_sum)
-        train_loss = loss_sum.item() / max(targets_summed, 1)  # the mean over all targets since the last line
+    if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
+        train_loss = loss_sum / max(targets_summed, 1)  # the mean over all targets since the last line
         seconds += time.time() - t0
         tok_per_sec = useful_summed / seconds  # padding is not counted
         useful_share = useful_summed / (steps_summed * rows_per_step * max_seq_len)
@@ -410,15 +486,23 @@ while True:
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               useful=useful_share, targets=targets_summed, shape=list(inputs[0].shape),
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
+                              rollbacks=rollbacks, clipped=clipped,
                               epoch=rows_seen / len(train_rows), **scale)
         loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
 
+    if stopping:
+        break
+
 if iter_num > resumed_at:
-    save()  # again, now with its own validation loss
+    if not saved(save()):  # at the end again, with its own validation loss
+        fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved", alone=True)
 pool.shutdown()
-runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
-                   f"checkpoint: {out_dir}/ckpt.pt; talk to it: python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True\n"
-                   f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
-                                                         ", not drawn: pip install matplotlib"))
+if stopping:
+    runtime.print_once(f"stopped after step {iter_num}, which is saved; {how_to_go_on}")
+else:
+    runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
+                       f"checkpoint: {out_dir}/ckpt.pt; talk to it: python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True\n"
+                       f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
+                                                             ", not drawn: pip install matplotlib"))
 if dist.is_initialized():
     dist.destroy_process_group()

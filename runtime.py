@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import fail
-from model import GPT, GPTConfig, config_from_hf, from_hf
+from model import GPT, GPTConfig, IGNORE, config_from_hf, from_hf
 
 # ---------------------------------------------------------------------------------------------------
 # ranks, device, precision
@@ -62,6 +63,30 @@ def init_process(device):
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
     return rank, world_size, device
+
+
+stop_asked = None  # (signal's name, when) of the first one that asked for a stop
+
+
+def catch_signals():
+    """
+    From here on SIGTERM, SIGINT and SIGUSR1 (Slurm's, with --signal=USR1@60) ask the loop to stop behind its step; it looks
+    at stop_asked. Schedulers and torchrun both forward them to every worker, so repeats within 5 seconds count as one. One
+    that comes later ends the program at once.
+    """
+    def ask(number, frame):
+        global stop_asked
+        name, now = signal.Signals(number).name, time.monotonic()
+        if stop_asked is None:
+            stop_asked = name, now
+            if int(os.environ.get("RANK", 0)) == 0:  # not print, which may be what was interrupted
+                os.write(2, f"\n{name}: stopping behind this step; once more, after 5 seconds, ends at once\n".encode())
+        elif now - stop_asked[1] > 5:
+            raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), ask)
 
 
 after_interrupt = ""  # what a training loop has to say then: what is saved, and how to go on
@@ -168,6 +193,81 @@ def distribute(model, device):
 
 
 # ---------------------------------------------------------------------------------------------------
+# health
+
+def new_health():
+    """What find_fault remembers, kept in the checkpoint: moving averages, and how long the last fault is ago."""
+    return {"loss": 0.0, "norm": 0.0, "steps": 0, "faults": 0, "fault_at": -1, "calm_until": 0}
+
+
+def find_fault(health, iter_num, loss, grad_norm, spike_loss, spike_norm):
+    """
+    What is wrong with a step, in words, or None; health is brought up to date. A loss (nats a target) or gradient norm that is
+    not finite is wrong, and one that is a spike: over spike_loss, or spike_norm, times its moving average over about 100 steps,
+    from the 50th on (0: off). grad_norm None: not looked at. health["faults"] counts those that no good step beyond the last has
+    ended: a run that is rolled back and fails at the same place again gets no further.
+    """
+    fault, values = None, {"loss": (loss, spike_loss), "norm": (grad_norm, spike_norm)}
+    for name, (value, limit) in values.items():
+        if value is not None and not math.isfinite(value):
+            fault = f"its {name} is not finite"
+        elif value is not None and limit and health["steps"] >= 50 and value > limit * health[name]:
+            fault = f"its {name}, {value:.4g}, is a spike: over {limit:g} times its average, {health[name]:.4g}"
+    if fault:
+        health["faults"] += 1
+        health["fault_at"] = max(iter_num, health["fault_at"])
+        return fault
+    health["steps"] += 1
+    for name, (value, _) in values.items():
+        if value is not None:
+            health[name] += (value - health[name]) / min(health["steps"], 100)
+    if iter_num > health["fault_at"]:
+        health["faults"] = 0
+    return None
+
+
+def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
+    """
+    Looks for what keeps a model from learning, on one micro-batch x_y (what model.forward takes), and prints it: the first loss
+    against ln(vocabulary), parameters that get no gradient, units of the MLPs that get none, and whether that micro-batch can be
+    learned by heart within `steps` steps. The model and its optimizer are not the same afterwards. -> whether all is well.
+    """
+    model.train()
+    targets, good = max(int((x_y[1] != IGNORE).sum()), 1), True
+
+    def report(ok, text):
+        nonlocal good
+        good = good and ok
+        print(f"{'ok      ' if ok else 'PROBLEM '}{text}", flush=True)
+
+    losses = []
+    for step in range(steps):
+        loss = model(*x_y) / targets
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            expected = math.log(model.config.vocab_size)
+            if from_scratch:
+                report(abs(losses[0] / expected - 1) < 0.05, f"the first loss is {losses[0]:.3f}; ln(vocabulary) is {expected:.3f}")
+            norms = {name: p.grad.norm().item() if p.grad is not None else 0.0 for name, p in model.named_parameters()}
+            unfed = [name for name, norm in norms.items() if norm == 0]
+            typical = sorted(norms.values())[len(norms) // 2]
+            vanishing = [name for name, norm in norms.items() if 0 < norm < 1e-6 * typical]
+            report(not unfed, f"{len(norms) - len(unfed)} of {len(norms)} parameters get a gradient" + "".join(f"; not {name}" for name in unfed[:5]))
+            report(not vanishing, f"{len(vanishing)} gradients vanish (below a millionth of the median norm, {typical:.2e})"
+                   + "".join(f"; {name}" for name in vanishing[:5]))
+            dead = {name: (p.grad.abs().sum(1) == 0).float().mean().item() for name, p in model.named_parameters()
+                    if p.grad is not None and name.endswith(("mlp.c_fc.weight", "mlp.up_proj.weight"))}
+            worst = max(dead, key=dead.get)
+            report(dead[worst] < 0.5, f"{100 * dead[worst]:.1f}% of the units of {worst.removesuffix('.weight')} are dead, at most of all layers")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    report(losses[-1] < 0.5 * losses[0], f"one micro-batch, again and again: its loss went from {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps")
+    return good
+
+
+# ---------------------------------------------------------------------------------------------------
 # settings of a resumed run
 
 def settle_config(config, given, checkpoint, fixed, per_start):
@@ -200,38 +300,63 @@ def print_once(*words):
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")  # the newest, and the one before it
 
 
+def found_checkpoint(out_dir):
+    """Whether there is something in out_dir that a run could go on from."""
+    return any((Path(out_dir) / name).exists() for name in CHECKPOINTS)
+
+
 def check_out_dir(out_dir, keep, overwrite):
     """
-    Finds out before training, not after, whether checkpoints can be written to out_dir. One that lies there already
-    is refused, unless `keep` (the run goes on from it) or `overwrite`.
+    Finds out before training, not after, whether checkpoints can be written to out_dir, and that no other run does so now.
+    A checkpoint that lies there already is refused, unless `keep` (the run goes on from it) or `overwrite`.
     """
-    for name in CHECKPOINTS:
-        if (Path(out_dir) / name).exists() and not keep and not overwrite:
-            fail(f"--out_dir={out_dir}: holds a checkpoint, {name}: go on from it with --init_from=resume, replace it with "
-                 f"--overwrite=True, or give another --out_dir")
+    if found_checkpoint(out_dir) and not keep and not overwrite:
+        fail(f"--out_dir={out_dir}: holds a checkpoint: go on from it with --init_from=resume, replace it with "
+             f"--overwrite=True, or give another --out_dir")
     if int(os.environ.get("RANK", 0)) == 0:
         try:
             os.makedirs(out_dir, exist_ok=True)
             probe = Path(out_dir) / "ckpt.pt.tmp"
             probe.write_bytes(b"can be written")
             probe.unlink()
+            lock_out_dir(out_dir)
         except OSError as error:
-            fail(f"--out_dir={out_dir}: cannot be written: {error}")
+            fail(f"--out_dir={out_dir}: cannot be written: {error}", alone=True)
+
+
+def lock_out_dir(out_dir):
+    """Refuses an out_dir that another run on this machine is writing to. The lock ends with the process, however that ends."""
+    global lock
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    lock = open(Path(out_dir) / "lock", "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--out_dir={out_dir}: another run is writing to it now; wait for its end, or give another --out_dir", alone=True)
 
 
 def clear_out_dir(out_dir):
     """Removes what another run left in out_dir. Called when nothing can be refused any more."""
-    for name in (*CHECKPOINTS, "log.jsonl"):
-        (Path(out_dir) / name).unlink(missing_ok=True)
+    for path in [*Path(out_dir).glob("ckpt*.pt*"), Path(out_dir) / "log.jsonl"]:
+        path.unlink(missing_ok=True)
 
 
-def save_checkpoint(out_dir, checkpoint):
+def save_checkpoint(out_dir, checkpoint, keep_as=None):
     """
-    checkpoint (dict of tensors and plain values) -> out_dir/ckpt.pt, and the one before it -> ckpt_prev.pt. At every
-    moment at least one of the two is whole: the new one is on disk before the old one is renamed.
+    checkpoint (dict of tensors and plain values) -> out_dir/ckpt.pt, and the one before it -> ckpt_prev.pt; and with another
+    name (`keep_as`) it stays there for good. At every moment at least one of the two is whole: the new one is on disk before
+    the old one is renamed. -> whether it could be written: where it could not, that is said, and the one before stays.
     """
     path, previous, temporary = (Path(out_dir) / name for name in (*CHECKPOINTS, "ckpt.pt.tmp"))
     try:
+        os.makedirs(out_dir, exist_ok=True)  # somebody may have removed it
+        size = sum(tensor.nbytes for tensor in tensors_in(checkpoint))
+        free = shutil.disk_usage(out_dir).free
+        if size > free:
+            raise OSError(f"it takes {size / 2 ** 20:,.0f} MiB, and {free / 2 ** 20:,.0f} MiB are free")
         with open(temporary, "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
@@ -239,11 +364,58 @@ def save_checkpoint(out_dir, checkpoint):
         if path.exists():
             os.replace(path, previous)
         os.replace(temporary, path)
+        if keep_as:
+            link(path, keep_as)
+        if hasattr(os, "O_DIRECTORY"):  # the new names, too, are to survive a power cut
+            directory = os.open(out_dir, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(directory)
+            os.close(directory)
+        return True
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        print(f"WARNING: --out_dir={out_dir}: the checkpoint of step {checkpoint.get('iter_num')} could not be written "
+              f"({type(error).__name__}: {error}). The one before it stays; make room", flush=True)
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:  # the disk is read-only, or gone
+            pass
+        return False
+
+
+def tensors_in(value):
+    """All tensors in nested dicts and lists, those that share their memory once."""
+    found, seen = [value], set()
+    while found:
+        value = found.pop()
+        if isinstance(value, (dict, list, tuple)):
+            found += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, torch.Tensor) and value.data_ptr() not in seen:
+            seen.add(value.data_ptr())
+            yield value
+
+
+def link(path, name):
+    """A second name for a checkpoint in the same folder, without a copy where the file system has hard links."""
+    path = Path(path)
+    temporary, name = path.with_name(name + ".tmp"), path.with_name(name)
+    try:
         temporary.unlink(missing_ok=True)
-        free = f"{shutil.disk_usage(out_dir).free / 2 ** 20:,.0f} MiB are free there" if os.path.exists(out_dir) else "it is gone"
-        fail(f"--out_dir={out_dir}: the checkpoint could not be written ({type(error).__name__}: {error}); {free}. The one before "
-             f"it stays: make room, then --init_from=resume goes on from it")
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without them
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, name)
+    except OSError as error:
+        print(f"WARNING: {name} could not be written: {error}")
+
+
+def set_aside(out_dir):
+    """
+    Renames a ckpt.pt that cannot be read, so that the next save does not put it in the place of the whole one before it.
+    Called when a run goes on from ckpt_prev.pt.
+    """
+    path = Path(out_dir) / CHECKPOINTS[0]
+    if path.exists():
+        os.replace(path, path.with_name("ckpt_damaged.pt"))
 
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # what the hub has of theirs
@@ -278,6 +450,7 @@ def load_checkpoint(path):
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = in_words(error)
             continue
+        checkpoint["path"] = str(candidate)
         if candidate != candidates[0]:
             print_once(f"WARNING: {candidates[0]} cannot be read ({problem}): going on from the checkpoint before it, {candidate}, "
                        f"iteration {checkpoint['iter_num']}")
@@ -453,8 +626,12 @@ def write_log(out_dir, **figures):
     for key, value in figures.items():
         if isinstance(value, float) and not key.endswith("loss"):
             figures[key] = float(f"{value:.6g}")
-    with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as f:
-        f.write(json.dumps(figures) + "\n")
+    try:
+        os.makedirs(out_dir, exist_ok=True)  # somebody may have removed it
+        with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as f:
+            f.write(json.dumps(figures) + "\n")
+    except OSError as error:  # a full disk is no reason to stop
+        print(f"WARNING: {out_dir}/log.jsonl could not be written: {error}")
     for tracker in list(trackers) if "iter" in figures and "event" not in figures else []:
         try:
             tracker(figures)
@@ -465,10 +642,10 @@ def write_log(out_dir, **figures):
 
 def read_log(path):
     """
-    A log.jsonl as curves: {key: {tokens: value}}, and the events {"resume" | "skipped" | "recompiled": [tokens, ...]}. What was
+    A log.jsonl as curves {key: {tokens: value}} and events {"resume" | "rollback" | "skipped" | "recompiled": [tokens, ...]}. What was
     logged after the checkpoint that a resumed run went on from is not part of the run.
     """
-    curves, events = {}, {"resume": [], "skipped": [], "recompiled": []}
+    curves, events = {}, {"resume": [], "rollback": [], "skipped": [], "recompiled": []}
     for line in open(path, encoding="utf-8"):
         try:
             entry = json.loads(line)
@@ -480,7 +657,8 @@ def read_log(path):
         if entry.get("event") == "resume":
             curves = {key: {t: value for t, value in points.items() if t <= at} for key, points in curves.items()}
             events = {key: [t for t in marks if t <= at] for key, marks in events.items()}
-            events["resume"].append(at)
+        if entry.get("event") in events:
+            events[entry["event"]].append(at)
         for key, value in entry.items():
             if isinstance(value, (int, float)) and key not in ("tokens", "event"):
                 curves.setdefault(key, {})[at] = value
@@ -517,9 +695,10 @@ def plot_logs(paths, picture):
             points = sorted(curves.get(key, {}).items())
             if points:
                 axes[key].plot(*zip(*points), color=f"C{i}", linewidth=0.9)
-        for event, style in (("resume", dict(color="0.5", linestyle=":")), ("skipped", dict(color="red", alpha=0.5))):
+        for event, style in (("resume", dict(color="0.5", linestyle=":")), ("skipped", dict(color="red", alpha=0.5)),
+                             ("rollback", dict(color="red", linestyle="--"))):
             for j, at in enumerate(events[event]):
-                axes["loss"].axvline(at, linewidth=1, label=None if j else f"{name}: {'resumed' if event == 'resume' else event}", **style)
+                axes["loss"].axvline(at, linewidth=1, label=None if j else f"{name}: {event}", **style)
     for key, label in (("loss", "loss (nats per token)"), ("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tok_per_sec", "tokens/s")):
         axes[key].set_ylabel(label)
         axes[key].grid(alpha=0.3)

@@ -44,6 +44,15 @@ def write_shards(folder, tokenizer="bytes", train=40_000, val=4_000, seed=0):
     return folder
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=3, help="SIGKILLs in each test marked faults")
+
+
+@pytest.fixture
+def kills(request):
+    return request.config.getoption("--kills")
+
+
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("data") / "bytes")

@@ -189,7 +189,7 @@ def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
 def test_a_step_that_is_not_finite_is_skipped(shards, tmp_path):
     output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--learning_rate=1e30", "--warmup_iters=0",
                  "--grad_clip=0", "--max_iters=4", "--sample_tokens=0")
-    assert "not finite and is skipped, 1 so far" in output
+    assert "is not finite: it is skipped, 1 so far" in output
     assert read_log(tmp_path / "o", "skipped")["skipped", 4] >= 1
     assert all(tensor.isfinite().all() for tensor in load(tmp_path / "o")["model"].values())
 
@@ -330,7 +330,7 @@ def test_weights_that_are_not_finite_give_no_text_and_no_traceback(shards, train
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     assert "not finite" in refused("sample.py", f"--checkpoint={tmp_path}/ckpt.pt")
     output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=21")
-    assert "(none: the model's logits are not finite" in output and "is skipped, 1 so far" in output
+    assert "(none: the model's logits are not finite" in output and "is not finite: it is skipped, 1 so far" in output
 
 
 def test_tokens_in_the_log_are_those_seen_after_another_batch_size(shards, tmp_path):
@@ -346,8 +346,7 @@ def test_a_checkpoint_that_cannot_be_written_says_so_and_leaves_the_one_before(t
     """A full disk, as far as torch.save can tell: an object of the checkpoint that fails half way."""
     import runtime
     runtime.save_checkpoint(tmp_path, {"weights": torch.zeros(3)})
-    with pytest.raises(SystemExit):
-        runtime.save_checkpoint(tmp_path, {"weights": torch.ones(3), "broken": NoSpace()})
+    assert not runtime.save_checkpoint(tmp_path, {"weights": torch.ones(3), "broken": NoSpace()})
     assert torch.load(tmp_path / "ckpt.pt")["weights"].sum() == 0 and not (tmp_path / "ckpt.pt.tmp").exists()
 
 
@@ -401,7 +400,7 @@ def test_the_log_is_read_as_curves_without_what_a_resumed_run_left_behind(tmp_pa
     lines += [dict(event="resume", iter=2, tokens=200), dict(iter=3, tokens=300, train_loss=2.5, skipped=0, recompiles=0)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iter": 4, "tok')
     curves, events = runtime.read_log(tmp_path / "log.jsonl")
-    assert curves["train_loss"] == {100: 4.0, 200: 3.0, 300: 2.5} and events == {"resume": [200], "skipped": [], "recompiled": []}
+    assert curves["train_loss"] == {100: 4.0, 200: 3.0, 300: 2.5} and events == {"resume": [200], "rollback": [], "skipped": [], "recompiled": []}
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
     assert runtime.read_log(tmp_path / "log.jsonl")[1]["skipped"] == [300]
 

@@ -1,0 +1,291 @@
+"""What a run survives: signals, kills, spikes, damaged and missing files, full disks, a second run."""
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import runtime
+from conftest import ROOT, TINY, read_log, refused, run, write_shards
+from model import GPT, GPTConfig
+from test_train import load, same
+
+ARGS = [*TINY, "--sample_tokens=0"]
+
+
+def start(script, *args, ranks=1, torchrun=()):
+    """Starts a script and leaves it running."""
+    launcher = [sys.executable, "-u"]
+    if ranks > 1 or torchrun:
+        launcher = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
+    return subprocess.Popen([*launcher, str(ROOT / script), *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+
+
+def read_until(program, word):
+    """What a program prints, up to a word in it."""
+    output = b""
+    while word.encode() not in output:
+        line = program.stdout.readline()
+        assert line, output.decode(errors="replace")[-3000:]
+        output += line
+    return output.decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def whole(shards, tmp_path_factory):
+    """An undisturbed run of 60 steps."""
+    out_dir = tmp_path_factory.mktemp("whole") / "out"
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={out_dir}", "--max_iters=60")
+    return out_dir
+
+
+def equals(whole, out_dir):
+    """Ends where the undisturbed run ends, to the bit, and its log says the same of each step."""
+    a, b = load(whole), load(out_dir)
+    for key in ("model", "optimizer", "iter_num", "rows_seen", "val_loss", "health"):
+        assert same(a[key], b[key]), key
+    one, other = (read_log(folder, "train_loss", "val_loss") for folder in (whole, out_dir))
+    assert one == other
+
+
+# ---------------------------------------------------------------------------------------------------
+# signals
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_the_step_and_ends_with_code_0(shards, whole, tmp_path, name):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=60", "--init_from=auto"]
+    program = start("train_gpt2.py", *args)
+    read_until(program, "step 3/60")
+    program.send_signal(getattr(signal, name))
+    program.send_signal(getattr(signal, name))  # forwarded twice, as schedulers do: counts as one
+    rest = program.communicate(timeout=60)[0].decode()
+    assert program.returncode == 0 and name in rest, rest
+    step = load(tmp_path)["iter_num"]
+    assert f"stopped after step {step}, which is saved; go on with python train_gpt2.py --init_from=resume" in rest and 3 <= step < 60
+    output = run("train_gpt2.py", *args)  # the same command: auto goes on
+    assert f"resumed at step {step}" in output
+    equals(whole, tmp_path)
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    code = ("import os, signal, sys, time; sys.path.insert(0, %r); import runtime; sys.excepthook = runtime.explain; runtime.catch_signals()\n"
+            "os.kill(os.getpid(), signal.SIGTERM); runtime.stop_asked = (runtime.stop_asked[0], time.monotonic() - 6)\n"
+            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(30); print('still here')") % str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "interrupted" in done.stderr and "still here" not in done.stdout and done.returncode != 0
+
+
+def test_a_signal_to_torchrun_saves_on_all_ranks_together(shards, tmp_path):
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    program = start("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=2000", ranks=2, torchrun=[signals])
+    read_until(program, "step 3/2000")
+    program.send_signal(signal.SIGUSR1)
+    rest = program.communicate(timeout=90)[0].decode()
+    assert f"stopped after step {load(tmp_path)['iter_num']}, which is saved" in rest, rest
+
+
+# ---------------------------------------------------------------------------------------------------
+# kills
+
+def kill_and_go_on(script, args, out_dir, kills, rng, ranks=1):
+    """Kills a run `kills` times at random moments, goes on each time with the same command, and lets it end. -> resumes seen."""
+    resumes = 0
+    for _ in range(kills):
+        program = start(script, *args, ranks=ranks)
+        try:
+            read_until(program, rng.choice(["evaluating", "step ", "step 1/", "data: ", "/60: loss"]))
+            time.sleep(rng.uniform(0, 0.6))
+        except AssertionError:  # it had ended already
+            pass
+        os.killpg(program.pid, signal.SIGKILL)
+        resumes += b"resumed at step" in program.communicate()[0]
+        if runtime.found_checkpoint(out_dir):
+            runtime.load_checkpoint(out_dir)  # ends the test where none can be read
+    output = run(script, *args)
+    return resumes + ("resumed at step" in output)
+
+
+@pytest.mark.faults
+def test_killed_at_random_moments_training_ends_as_if_undisturbed(shards, whole, tmp_path, kills):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=60", "--init_from=auto", "--eval_interval=10"]
+    print("resumes:", kill_and_go_on("train_gpt2.py", args, tmp_path, kills, random.Random(1)))
+    equals(whole, tmp_path)
+
+
+@pytest.mark.faults
+def test_killed_at_random_moments_chat_tuning_ends_as_if_undisturbed(whole, tmp_path, kills):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": f"q{i % 7}"}, {"role": "assistant", "content": "a" * (i % 5 + 1)}]}) + "\n" for i in range(200)))
+    args = ["--batch_size=2", "--gradient_accumulation_steps=2", "--eval_iters=4", "--log_interval=1", "--learning_rate=3e-3", "--max_iters=60",
+            "--eval_interval=10", "--sample_tokens=0", "--device=cpu", "--dtype=float32", "--compile=False", f"--data={tmp_path}/chats.jsonl",
+            f"--init_from=auto:{whole}"]
+    run("chat_sft.py", *args, f"--chat_dir={tmp_path}/rows", f"--out_dir={tmp_path}/whole")
+    args += [f"--chat_dir={tmp_path}/rows2", f"--out_dir={tmp_path}/killed"]
+    print("resumes:", kill_and_go_on("chat_sft.py", args, tmp_path / "killed", kills, random.Random(2)))
+    equals(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.faults
+def test_killed_at_random_moments_preparation_ends_with_the_same_bytes(tmp_path, kills):
+    with open(tmp_path / "texts.jsonl", "w") as f:
+        for i in range(3000):
+            f.write(json.dumps({"text": f"document {i} " * (i % 50 + 1)}) + "\n")
+    args = [f"--files={tmp_path}/texts.jsonl", "--tokenizer=bytes", "--shard_size=50000", "--val_tokens=5000", "--num_proc=1"]
+    run("prepare_data.py", *args, f"--data_dir={tmp_path}/whole")
+    rng = random.Random(3)
+    for _ in range(kills):
+        program = start("prepare_data.py", *args, f"--data_dir={tmp_path}/killed")
+        time.sleep(rng.uniform(0.5, 4))
+        os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+    run("prepare_data.py", *args, f"--data_dir={tmp_path}/killed")
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "killed").iterdir())
+    assert all((tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes() for name in files)
+
+
+def test_killed_while_saving_there_is_always_a_whole_checkpoint(tmp_path):
+    """At each of the moments between the calls that touch the disk."""
+    for moment in range(12):
+        folder = tmp_path / str(moment)
+        code = f"""
+import os, sys; sys.path.insert(0, {str(ROOT)!r})
+import torch, runtime
+from dataclasses import asdict
+from model import GPT, GPTConfig
+gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
+def checkpoint(i): return dict(model=gpt.state_dict(), model_args=asdict(gpt.config), config={{}}, tokenizer="bytes", stage="base", iter_num=i, val_loss=1.0, val_iter=i)
+runtime.save_checkpoint({str(folder)!r}, checkpoint(1))
+calls = [0]
+def dying(function):
+    def call(*args, **kwargs):
+        for at in (0, 1):  # before it, and behind it
+            if calls[0] == {moment}: os._exit(9)
+            calls[0] += 1
+            if at == 0: result = function(*args, **kwargs)
+        return result
+    return call
+for module, name in ((os, "fsync"), (os, "replace"), (torch, "save"), (os, "makedirs")): setattr(module, name, dying(getattr(module, name)))
+runtime.save_checkpoint({str(folder)!r}, checkpoint(2))
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 9 or moment >= 10, (moment, done.stderr)
+        assert runtime.load_checkpoint(folder)["iter_num"] in (1, 2), moment
+
+
+# ---------------------------------------------------------------------------------------------------
+# health
+
+def poisoned(folder, steps, seed=1337):
+    """Shards in which the rows of these steps of TINY's run are noise."""
+    data = write_shards(folder)
+    shard = np.fromfile(data / "train_000000.bin", dtype="<u2")
+    order = np.random.default_rng((seed, 0)).permutation((len(shard) - 513) // 32)
+    for step in steps:
+        for window in order[8 * step:8 * step + 8]:
+            shard[512 + 32 * window:512 + 32 * window + 32] = np.random.default_rng(step).integers(0, 256, 32)
+    shard.tofile(data / "train_000000.bin")
+    return data
+
+
+def test_a_spike_rolls_back_to_the_last_checkpoint_and_goes_on_past_it(tmp_path):
+    data = poisoned(tmp_path / "data", [75])
+    args = [*ARGS, f"--data_dir={data}", "--max_iters=90", "--spike_loss=1.5", "--rollback_lr=0.5", "--init_from=auto"]
+    output = run("train_gpt2.py", *args, f"--out_dir={tmp_path}/o")
+    assert "is a spike: over 1.5 times its average" in output and "back to step 70, and on past these rows" in output
+    log = read_log(tmp_path / "o", "tokens", "lr", "rollbacks")
+    assert log["tokens", 90] == (90 + 6) * 256 and log["rollbacks", 90] == 1  # five good steps and the bad one were for nothing
+    assert log["lr", 90] == pytest.approx(0.5 * (6e-5 + (3e-3 - 6e-5) * 0.5 * (1 + math.cos(math.pi * 87 / 88))), rel=1e-4)
+    assert not math.isnan(load(tmp_path / "o")["val_loss"]) and runtime.read_log(tmp_path / "o" / "log.jsonl")[1]["rollback"]
+    # interrupted behind the rollback, it goes the same way
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/p", "--max_iters=80", "--lr_decay_iters=90")
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/p", "--lr_decay_iters=90")
+    assert same(load(tmp_path / "o")["model"], load(tmp_path / "p")["model"])
+
+
+def test_without_a_way_out_the_run_stops_with_its_last_checkpoint(tmp_path):
+    data = poisoned(tmp_path / "data", range(75, 150))
+    output = run("train_gpt2.py", *ARGS, f"--data_dir={data}", f"--out_dir={tmp_path}/o", "--max_iters=90", "--spike_loss=1.5", "--max_faults=3", code=2)
+    assert "fault 3 without a good step beyond the first: stopped. The last good checkpoint, step 70, is in" in output
+    assert load(tmp_path / "o")["iter_num"] == 70
+
+
+@pytest.mark.parametrize("losses, norms, faults", [
+    ([3.0] * 60 + [8.9, 9.5, 3.0, math.nan], [1.0] * 64, [61, 63]),
+    ([3.0] * 60, [1.0] * 55 + [9.0, 120.0] + [1.0] * 3, [56]),
+    ([3.0, 30.0, 3.0], [1.0, 1.0, math.inf], [2]),  # no average to speak of yet
+])
+def test_faults_of_a_step(losses, norms, faults):
+    health = runtime.new_health()
+    found = [i for i, (loss, norm) in enumerate(zip(losses, norms)) if runtime.find_fault(health, i, loss, norm, 3.0, 100.0)]
+    assert found == faults
+
+
+def test_check_health_finds_what_is_wrong_and_nothing_where_nothing_is(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--check_health=True"]
+    output = run("train_gpt2.py", *args)
+    assert output.count("ok   ") == 5 and "PROBLEM" not in output and not runtime.found_checkpoint(tmp_path / "o")
+    output = run("train_gpt2.py", *args, "--learning_rate=0", "--min_lr=0", code=1)
+    assert "PROBLEM one micro-batch" in output
+    gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
+    gpt.transformer.h[0].mlp.c_proj.weight.data.zero_()  # nothing comes back to the layer before
+    x = torch.arange(16).view(2, 8)
+    assert not runtime.check_model(gpt, (x, x), torch.optim.AdamW(gpt.parameters()), steps=2)
+
+
+# ---------------------------------------------------------------------------------------------------
+# files
+
+def test_milestones_and_the_best_are_kept(shards, tmp_path):
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--eval_interval=5", "--keep_interval=10")
+    assert [load_iter(tmp_path / name) for name in ("ckpt_10.pt", "ckpt_20.pt", "ckpt_best.pt", "ckpt.pt")] == [10, 20, 20, 20]
+    assert not (tmp_path / "ckpt_5.pt").exists()
+    assert "expected a multiple" in refused("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--keep_interval=7")
+
+
+def load_iter(path):
+    return torch.load(path, weights_only=True)["iter_num"]
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_a_whole_one(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}"]
+    run("train_gpt2.py", *args)
+    (tmp_path / "ckpt.pt").write_bytes(b"PK damaged")
+    run("train_gpt2.py", "--init_from=auto", f"--out_dir={tmp_path}", "--max_iters=21")
+    assert (tmp_path / "ckpt_damaged.pt").read_bytes() == b"PK damaged"
+    assert load_iter(tmp_path / "ckpt.pt") == 21 and load_iter(tmp_path / "ckpt_prev.pt") in (20, 21)
+
+
+def test_two_runs_cannot_write_to_one_out_dir(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=3000"]
+    program = start("train_gpt2.py", *args)
+    read_until(program, "step 2/")
+    assert "another run is writing to it now" in refused("train_gpt2.py", *args, "--overwrite=True")
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(60) == 0
+
+
+def test_a_folder_removed_under_the_run_is_made_again(shards, tmp_path):
+    program = start("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=400", "--eval_interval=100")
+    read_until(program, "step 3/")
+    shutil.rmtree(tmp_path / "o")
+    program.communicate(timeout=120)
+    assert program.returncode == 0 and load(tmp_path / "o")["iter_num"] == 400
+
+
+def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys, monkeypatch):
+    runtime.save_checkpoint(tmp_path, {"weights": torch.zeros(1000)})
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3999))
+    assert not runtime.save_checkpoint(tmp_path, {"weights": torch.ones(1000), "iter_num": 7})
+    assert "the checkpoint of step 7 could not be written" in capsys.readouterr().out
+    assert torch.load(tmp_path / "ckpt.pt")["weights"].sum() == 0 and not (tmp_path / "ckpt.pt.tmp").exists()
