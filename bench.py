@@ -31,14 +31,14 @@ from prepare_data import shard_header
 # ---------------------------------------------------------------------------------------------------
 # settings
 what: Literal["all", "train", "chat", "decode", "prep"] = "all"
-variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # what is compared, the first is the reference: arch, or arch+attention
+variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: what is compared, the first is the reference: arch, or arch+attention
 rounds: int = 5  # times each variant has its turn
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 compile: bool = True  # train: torch.compile
 train_args: Optional[str] = None  # train: settings of train_gpt2.py; None: GPT-2 124M on GPUs, 6 layers of 384 on CPUs
 train_iters: int = 15  # train, chat: steps a round, the first of them not counted
-chat_args: Optional[str] = None  # chat: settings of chat_sft.py; None: rows of 1024 on GPUs, of 512 on CPUs
+chat_args: Optional[str] = None  # chat: settings of chat_sft.py; None: 4 rows of 1024 to GPT-2 124M on GPUs, of 512 to 30M on CPUs
 context: int = 1024  # decode: tokens in the cache when the timed ones come
 new_tokens: int = 64  # decode: timed tokens a round
 config, given = configure(globals())

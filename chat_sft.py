@@ -100,6 +100,10 @@ if resuming:
              f"--init_from={out_dir} --out_dir=...")
     config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed"),
                                    per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
+    if "epochs" in given and "max_iters" not in given:
+        config["max_iters"] = None
+if "epochs" in given and "max_iters" in given:
+    fail("--epochs and --max_iters: give one of them, both say how long the run is")
 positions = checkpoint["model_args"]["max_seq_len"]
 if config["max_seq_len"] is None:
     config["max_seq_len"] = min(2048, positions)
@@ -193,10 +197,21 @@ def show(row):
     return text + f"\n\n(padding: {max_seq_len - useful} of {max_seq_len} places)"
 
 
+runtime.print_once(
+    f"data: {data}, {plan['train']['conversations']:,} conversations in {len(train_rows):,} rows of {max_seq_len}; of the places "
+    f"{100 * plan['train']['tokens'] / (len(train_rows) * max_seq_len):.1f}% are useful and "
+    f"{100 * plan['train']['trained'] / (len(train_rows) * max_seq_len):.1f}% trained on; "
+    f"{plan['val']['conversations']:,} conversations for validation")
+for note, (n, where) in plan["notes"].items():
+    runtime.print_once(f"  {n:,} {'conversation' if n == 1 else 'conversations'} {note} (the first: {where})")
+lost = sum(n for note, (n, _) in plan["notes"].items() if note.startswith(("skipped", "dropped")))
+if lost > 0.1 * (lost + plan["train"]["conversations"]):
+    runtime.print_once(f"WARNING: {lost:,} conversations are not trained on, see above; a row is --max_seq_len={max_seq_len} long, "
+                       f"and the model has {positions} positions")
 if print_batch:
     if rank == 0:
-        for i, row in enumerate(step_rows(0, batch_size)):
-            print(f"----- row {i + 1} of the first {batch_size}, [trained on]\n{runtime.printable(show(row))}")
+        for i, row in enumerate(step_rows(0, min(batch_size, len(train_rows)))):
+            print(f"----- row {i + 1}, [trained on]\n{runtime.printable(show(row))}")
     raise SystemExit(0)
 
 if max_iters is None:
@@ -306,13 +321,6 @@ def roll_back():
 # say what is about to happen
 runtime.print_once(
     f"from {introduction}\n"
-    f"data: {data}, {plan['train']['conversations']:,} conversations in {len(train_rows):,} rows of {max_seq_len}; of the places "
-    f"{100 * plan['train']['tokens'] / (len(train_rows) * max_seq_len):.1f}% are useful and "
-    f"{100 * plan['train']['trained'] / (len(train_rows) * max_seq_len):.1f}% trained on; "
-    f"{plan['val']['conversations']:,} conversations for validation")
-for note, (n, where) in plan["notes"].items():
-    runtime.print_once(f"  {n:,} {'conversation' if n == 1 else 'conversations'} {note} (the first: {where})")
-runtime.print_once(
     f"run: {max_iters:,} steps of {rows_per_step} rows ({rows_per_step * max_seq_len:,} places), "
     f"{max_iters * rows_per_step / len(train_rows):.2f} epochs; {world_size} x {compute_device.type}, {compute_dtype}")
 changed = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -493,7 +501,7 @@ while True:
     if stopping:
         break
 
-if iter_num > resumed_at:
+if iter_num > resumed_at or not resuming:
     if not saved(save()):  # at the end again, with its own validation loss
         fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved", alone=True)
 pool.shutdown()

@@ -27,9 +27,9 @@ import typing
 def fail(message, alone=False):
     """
     End the program for a mistake of its user's: one line on stderr, exit code 2, no traceback. Under torchrun every
-    rank fails alike and one of them says so, unless it may be that this one fails `alone`.
+    rank fails alike and one on each machine says so, unless it may be that this one fails `alone`.
     """
-    if alone or int(os.environ.get("RANK", 0)) == 0:
+    if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 

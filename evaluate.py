@@ -94,7 +94,7 @@ def read_rows(task, task_dir=None):
         try:
             if line.strip():
                 rows.append((f"{path}, line {number}", json.loads(line)))
-        except ValueError as error:  # no JSON, or no UTF-8
+        except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
             fail(f"{path}, line {number}: no JSON ({error})")
     if not rows:
         fail(f"{path}: holds no problems")
@@ -133,6 +133,8 @@ def read_row(task, row):
             question = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
         else:  # ctx is the two of them, not capitalised
             question = row["ctx"]
+        if not isinstance(row["endings"], list):
+            raise ValueError("expected a list as its endings")
         question, choices = clean(question), [clean(ending) for ending in row["endings"]]
         labels, answer = [str(i) for i in range(len(choices))], str(row["label"])
     elif task == "mmlu":
@@ -144,7 +146,11 @@ def read_row(task, row):
     if not isinstance(question, str) or not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
         raise ValueError("expected a string as its question, and strings as its choices")
     if task != "gsm8k":
-        if answer not in labels[:len(choices)]:
+        if not isinstance(labels, list) or len(labels) != len(choices) or len({*map(str, labels)}) != len(labels):
+            raise ValueError(f"its labels {labels} are not one for each of its {len(choices)} choices")
+        if task == "mmlu" and len(choices) > 26:
+            raise ValueError(f"{len(choices)} choices, but the letters end at Z")
+        if answer not in labels:
             raise ValueError(f"its answer {answer!r} is none of its labels {', '.join(map(str, labels))}")
         gold = labels.index(answer)
     return question, choices, gold
@@ -163,7 +169,7 @@ def evenly(items, n):
 
 def task_names(text):
     """'hellaswag,mmlu' -> the names; one that is none of TASKS is refused."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in TASKS:
             close = difflib.get_close_matches(name, TASKS, n=1)

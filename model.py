@@ -501,7 +501,7 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, genera
     """One id per row of logits (B, V) float32; see GPT.generate for the settings -> (B,) int64."""
     if n_vocab is not None:
         logits = logits[:, :n_vocab]
-    if temperature == 0:
+    if temperature < torch.finfo(logits.dtype).tiny:  # 0, or what would be 0 in the division below
         return logits.argmax(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the likeliest at 0: no temperature overflows it
     if top_k:

@@ -19,9 +19,11 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -115,9 +117,9 @@ def chat_fault(messages):
         return "messages is no list of {role, content}"
     for message in messages:
         if message.get("role") not in ROLES:
-            return f"unknown role {str(message.get('role'))[:40]!r}"
+            return f"unknown role {str(message['role'])[:40]!r}" if message.get("role") is not None else "a message without a role"
         if not isinstance(message.get("content"), str):
-            return "a message without content"
+            return "a message without content" if message.get("content") is None else "content that is no string"
         if not message["content"].strip():
             return "an empty message"
     roles = [message["role"] for message in messages]
@@ -237,10 +239,14 @@ def rows_to_windows(rows, n, seed):
 # but its first are targets. On disk a row is x and y, (2, max_seq_len) uint16: y holds the next id where it is trained
 # on and <|endoftext|>, which never is, elsewhere; x begins each conversation with <|endoftext|> and is padded with it.
 
+ROWS_VERSION = 1  # of the format and of what stands in the rows: another one has them made anew
+
+
 def read_conversations(source):
     """
     Yields (where, messages) of one source: a local .jsonl file with {"messages": [...]} on each line, or a data set of the
-    Hugging Face hub as owner/name or owner/name/config (its split train; a folder of such files does as well). What is no such line is named and refused.
+    Hugging Face hub as owner/name or owner/name/config (its split train), or a folder that is laid out like one. A line that
+    is none is named and refused.
     """
     if source.endswith(".jsonl") or os.path.isfile(source):
         try:
@@ -249,14 +255,20 @@ def read_conversations(source):
                     if not line.strip():
                         continue
                     try:
-                        yield f"{source}, line {number}", json.loads(line.decode())["messages"]
-                    except (ValueError, KeyError, TypeError, RecursionError) as error:
-                        fail(f'{source}, line {number}: expected {{"messages": [...]}}: {type(error).__name__}: {str(error)[:200]}')
+                        row = json.loads(line.decode("utf-8-sig"))
+                    except (ValueError, RecursionError) as error:
+                        fail(f"{source}, line {number}: no JSON: {type(error).__name__}: {str(error)[:200]}")
+                    if not isinstance(row, dict) or "messages" not in row:
+                        fail(f'{source}, line {number}: expected {{"messages": [...]}}, got '
+                             + (f"the keys {', '.join(row) or '(none)'}"[:200] if isinstance(row, dict) else type(row).__name__))
+                    yield f"{source}, line {number}", row["messages"]
         except OSError as error:
-            fail(f"--data: {source}: {error}")
+            fail(f"{source}: {error}")
         return
     name, config = source, None
     if not os.path.isdir(source):
+        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)?", source) or source.endswith((".json", ".txt", ".csv", ".parquet", ".gz")):
+            fail(f"{source}: no such file; expected a .jsonl file, or a data set of the hub as owner/name or owner/name/config")
         name, config = ("/".join(part) or None for part in (source.split("/")[:2], source.split("/")[2:]))
     if name == "HuggingFaceTB/smoltalk":
         config = config or "all"
@@ -265,15 +277,15 @@ def read_conversations(source):
     try:
         data = datasets.load_dataset(name, config, split="train")
     except Exception as error:  # whatever the hub, the network and the disk raise
-        fail(f"--data: {source} is no file, and as a data set of the hub it cannot be opened: {type(error).__name__}: {error}")
+        fail(f"{source} is no file, and as a data set of the hub it cannot be opened: {type(error).__name__}: {error}")
     if "messages" not in data.column_names:
-        fail(f"--data: {source}: has no column messages, but {', '.join(data.column_names)}")
+        fail(f"{source}: has no column messages, but {', '.join(data.column_names)}")
     for i, messages in enumerate(data["messages"]):
         yield f"{source}, row {i}", messages
 
 
 def parse_mixture(text):
-    """'a.jsonl:1,b.jsonl:3' -> [("a.jsonl", 1.0), ("b.jsonl", 3.0)]; without a number a source has the weight 1."""
+    """'a.jsonl:1,b.jsonl:3' -> [("a.jsonl", 1.0), ("b.jsonl", 3.0)]; without a number a source has the weight 1. What is odd is refused."""
     sources = []
     for part in filter(None, map(str.strip, text.split(","))):
         source, colon, weight = part.rpartition(":")
@@ -281,9 +293,12 @@ def parse_mixture(text):
             weight = float(weight)
         except ValueError:  # no number: the colon, if there is one, is the path's
             source, weight = part, 1.0
-        if not (source and 0 < weight < 1e6):
-            fail(f"--data={text}: {part!r}: expected a source, or source:weight with a weight above 0, in passes an epoch")
-        sources.append((os.path.expanduser(source), weight))
+        if not (source and 0 < weight < 1e6) or source.endswith(":"):
+            fail(f"--data={text}: {part!r}: expected a source, or source:weight with a weight above 0 and below 1e6, in passes an epoch")
+        source = os.path.expanduser(source.strip())
+        if source in [other for other, _ in sources]:
+            fail(f"--data={text}: {source} is there twice; {source}:2 passes over it twice an epoch")
+        sources.append((source, weight))
     if not sources:
         fail(f"--data={text!r}: expected a .jsonl file or a data set of the hub, or several with weights: a.jsonl:1,b.jsonl:3")
     return sources
@@ -339,7 +354,7 @@ def load_conversations(sources, tokenizer, max_seq_len, notes):
     pairs, told = [[] for _ in sources], time.time()
     for i, (source, _) in enumerate(sources):
         for where, messages in read_conversations(source):
-            if messages and chat_fault(messages[:1]) == "an empty message" and messages[0]["role"] == "system":
+            if isinstance(messages, list) and chat_fault(messages[:1]) == "an empty message" and messages[0]["role"] == "system":
                 notes.setdefault("system message left out: it is empty", [0, where])[0] += 1
                 messages = messages[1:]
             fault = chat_fault(messages)
@@ -353,7 +368,8 @@ def load_conversations(sources, tokenizer, max_seq_len, notes):
                 told = time.time()
         if not pairs[i]:
             found = "; ".join(f"{count} {note} ({where})" for note, (count, where) in notes.items())
-            fail(f"--data: {source}: no conversation in it can be used: {found or 'it is empty'}")
+            fail(f"{source}: no conversation in it can be used: {found or 'it is empty'}"
+                 + ("; a row is --max_seq_len long" if "longer than a row" in found else ""))
     return pairs
 
 
@@ -376,18 +392,21 @@ def write_rows(path, pairs, max_seq_len, pack, eot):
 def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed, build):
     """
     The packed rows of a mixture of conversations, made once and kept in chat_dir under a name that tells what they were
-    made from (a file by its content, a data set of the hub by its name). One process of a machine makes them (`build`),
-    the others wait. val_data None: one in 50 of each source's conversations, which are not trained on.
+    made from (files by their content, a data set of the hub by its name). One process of a machine makes them (`build`),
+    the others wait. val_data None: one in 50 conversations, by the digest of their ids, so that no copy of one is trained on.
     -> train, val: (rows, 2, max_seq_len) uint16, memory-mapped, and the plan: counts of what is in them and what was left out.
     """
     splits = {"train": parse_mixture(data), **({"val": parse_mixture(val_data)} if val_data else {})}
-    identity = [tokenizer_name, max_seq_len, pack, seed]
+    identity = [ROWS_VERSION, tokenizer_name, max_seq_len, pack, seed]
     for split, sources in splits.items():
         for source, weight in sources:
+            paths = sorted(path for path in Path(source).rglob("*") if path.is_file()) if os.path.isdir(source) else [source]
             content = source
-            if os.path.isfile(source):
-                with open(source, "rb") as f:
-                    content = hashlib.file_digest(f, "sha256").hexdigest()
+            if os.path.exists(source):
+                content = []
+                for path in paths:
+                    with open(path, "rb") as f:
+                        content.append(hashlib.file_digest(f, "sha256").hexdigest())
             identity.append([split, content, weight])
     folder = Path(chat_dir) / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     if build and not folder.exists():
@@ -395,36 +414,49 @@ def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed,
         tokenizer, notes = get_tokenizer(tokenizer_name), {}
         pairs = {split: [] for split in ("train", "val")}
         for split, sources in splits.items():
-            for i, (loaded, (_, weight)) in enumerate(zip(load_conversations(sources, tokenizer, max_seq_len, notes), sources)):
-                order = np.random.default_rng((seed, i)).permutation(len(loaded))
-                if not val_data:
-                    held_out = -(-len(order) // 50) if len(order) > 1 else 0
-                    pairs["val"] += [loaded[j] for j in order[:held_out]]
-                    order = order[held_out:]
-                passes = [order] * int(weight) + [order[:round(weight % 1 * len(order))]]
-                pairs[split] += [loaded[j] for j in np.concatenate(passes)]
+            loaded = load_conversations(sources, tokenizer, max_seq_len, notes)
+            if not val_data:
+                digests = [[hashlib.sha256(pair.tobytes()).digest() for pair in part] for part in loaded]
+                ordered = sorted(digest for part in digests for digest in part)
+                last = ordered[-(-len(ordered) // 50) - 1]
+                pairs["val"] = [pair for part, told in zip(loaded, digests) for pair, digest in zip(part, told) if digest <= last]
+                loaded = [[pair for pair, digest in zip(part, told) if digest > last] for part, told in zip(loaded, digests)]
+            for i, (part, (source, weight)) in enumerate(zip(loaded, sources)):
+                order = np.random.default_rng((seed, i)).permutation(len(part))
+                passes = np.concatenate([order] * int(weight) + [order[:round(weight % 1 * len(order))]])
+                if len(part) and not len(passes):
+                    fail(f"--data: {source}:{weight:g}: of its {len(part)} conversations that is none; raise the weight or leave it out")
+                pairs[split] += [part[j] for j in passes]
         if not pairs["train"] or not pairs["val"]:
             fail(f"--data={data}: {len(pairs['train'])} conversations to train on and {len(pairs['val'])} to validate on, expected "
                  f"at least one of each; give more, or others with --val_data")
-        temporary = Path(f"{folder}.{os.getpid()}.tmp")
+        temporary = None
         try:
-            os.makedirs(temporary)
+            os.makedirs(chat_dir, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(dir=chat_dir, prefix=f"{folder.name}.", suffix=".tmp"))
             plan = {split: write_rows(temporary / f"{split}.npy", pairs[split], max_seq_len, pack, tokenizer.eot_token)
                     for split in pairs}
             write_atomically(temporary / "plan.json", json.dumps({**plan, "notes": notes, "made_from": identity}, indent=1).encode())
-            if not folder.exists():  # another machine on the same disk may have been sooner
-                os.rename(temporary, folder)
+            os.chmod(temporary, 0o755)  # mkdtemp's are their owner's alone
+            os.rename(temporary, folder)
         except OSError as error:
-            fail(f"--chat_dir={chat_dir}: the packed rows cannot be written: {error}")
+            if not folder.exists():  # else another machine on the same disk was sooner
+                fail(f"--chat_dir={chat_dir}: the packed rows cannot be written: {error}")
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if temporary:
+                shutil.rmtree(temporary, ignore_errors=True)
     while not folder.exists():
         time.sleep(0.1)
     try:
         plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         train, val = (np.load(folder / f"{split}.npy", mmap_mode="r") for split in ("train", "val"))
-        assert train.shape == (plan["train"]["rows"], 2, max_seq_len) and val.shape == (plan["val"]["rows"], 2, max_seq_len)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        for split, rows in (("train", train), ("val", val)):
+            told = plan[split]
+            assert rows.dtype == np.uint16 and rows.shape == (told["rows"], 2, max_seq_len), f"{split}.npy is not what plan.json says"
+            assert not build or hashlib.sha256(rows).hexdigest() == told["fingerprint"], f"{split}.npy is damaged"
+            told["conversations"] + told["tokens"] + told["trained"]  # they are there, and numbers
+        plan["notes"] = {str(note): (int(n), str(where)) for note, (n, where) in plan["notes"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         fail(f"{folder}: packed rows that cannot be read ({type(error).__name__}: {error}); remove the folder, they are made again")
     return train, val, plan
 

@@ -36,8 +36,9 @@ def init_process(device):
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     sys.excepthook = explain
-    if hasattr(sys.stdout, "reconfigure"):  # a terminal or file that cannot show a character is no reason to stop
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):  # a character that a terminal or file cannot show or send is no reason to stop
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     kind, _, index = device.partition(":")

@@ -7,6 +7,7 @@ Continues a prompt with a trained model, or talks to a chat model.
 """
 import codecs
 import math
+import sys
 from typing import Literal, Optional
 
 import runtime
@@ -36,6 +37,9 @@ expect_range(config, 0, 1, "top_p", "min_p")
 expect_range(config, 0, 2 ** 63 - 1, "seed")
 if top_p == 0:
     fail("--top_p=0: expected a number above 0, to 1; with --temperature=0 the likeliest token is taken")
+if system and not chat or chat and num_samples != 1:
+    fail("--system is for --chat=True" if system else f"--num_samples={num_samples}: --chat=True answers once")
+system = system.strip()
 text = prompt
 if prompt.startswith("FILE:"):
     try:
@@ -87,9 +91,9 @@ def write(ids, n, seed):
 def answer(messages, turn):
     """
     Prints the model's answer to messages -> the messages from here on: with the answer, and without the oldest turns
-    where all of them are too long; without the last where it alone is.
+    where all of them are too long. None where the last one alone is, and no answer was given.
     """
-    positions, before = model.config.max_seq_len, messages[:-1]
+    positions = model.config.max_seq_len
     start = 1 if messages[0]["role"] == "system" else 0
     forgotten = 0
     while True:
@@ -100,24 +104,27 @@ def answer(messages, turn):
         forgotten += 1
     if len(ids) >= positions:
         print(f"(your message makes {len(ids)} tokens, but the model has {positions} positions: say it in fewer words)")
-        return before
+        return None
     if forgotten:
-        print(f"(the oldest {forgotten} {'turn does' if forgotten == 1 else 'turns do'} not fit any more and "
-              f"{'is' if forgotten == 1 else 'are'} forgotten)")
+        print("(the oldest turn does not fit any more and is forgotten)" if forgotten == 1 else
+              f"(the oldest {forgotten} turns do not fit any more and are forgotten)")
+    print("model: ", end="", flush=True)
     text, ended_by = write(ids, min(max_new_tokens, positions - len(ids)), None if seed is None else seed + turn)
     if ended_by == "length" and len(ids) + max_new_tokens > positions:
         print("(the model's positions are full)")
-    return messages + [{"role": "assistant", "content": text}]
+    return messages + [{"role": "assistant", "content": text}] if text else messages[:-1]
 
 
 if chat:
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
     beginning = [{"role": "system", "content": system}] if system else []
+    if len(render_chat(tokenizer, beginning)[0]) > model.config.max_seq_len // 2:
+        fail(f"--system: makes {len(render_chat(tokenizer, beginning)[0])} tokens, and may take half of the model's "
+             f"{model.config.max_seq_len} positions: say it in fewer words")
     messages, turn = list(beginning), 0
-    if text:
-        answer(messages + [{"role": "user", "content": text}], 0)
-        raise SystemExit(0)
+    if text.strip():
+        raise SystemExit(2 if answer(messages + [{"role": "user", "content": text}], 0) is None else 0)
     try:
         import readline  # noqa: F401 where it is there, arrow keys work in input()
     except ImportError:
@@ -129,16 +136,20 @@ if chat:
         except KeyboardInterrupt:
             print("  (/quit or Ctrl-D ends)")
             continue
-        except EOFError:
+        except (EOFError, RuntimeError):  # RuntimeError: there is no stdin
             print()
             break
+        if not sys.stdin.isatty():
+            print(text)
         if text == "/quit":
             break
         if text == "/reset":
             messages = list(beginning)
+            print("(a new conversation)")
+        elif text.startswith("/"):
+            print("(/reset begins anew, /quit or Ctrl-D ends)")
         elif text:
-            print("model: ", end="", flush=True)
-            messages = answer(messages + [{"role": "user", "content": text}], turn)
+            messages = answer(messages + [{"role": "user", "content": text}], turn) or messages
             turn += 1
     raise SystemExit(0)
 

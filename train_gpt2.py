@@ -475,7 +475,7 @@ while True:
     if stopping:
         break
 
-if iter_num > resumed_at:
+if iter_num > resumed_at or not resuming:
     if not saved(save()):  # at the end again, with its own validation loss
         fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved", alone=True)
 pool.shutdown()
@@ -483,8 +483,8 @@ if stopping:
     runtime.print_once(f"stopped after step {iter_num}, which is saved; {how_to_go_on}")
 else:
     runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
-                       + (f"checkpoint: {out_dir}/ckpt.pt; try it: python sample.py --checkpoint={out_dir}/ckpt.pt\n" if iter_num else "")
-                       + f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
+                       f"checkpoint: {out_dir}/ckpt.pt; try it: python sample.py --checkpoint={out_dir}/ckpt.pt\n"
+                       f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
                                                              ", not drawn: pip install matplotlib"))
 if dist.is_initialized():
     dist.destroy_process_group()

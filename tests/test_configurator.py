@@ -44,7 +44,7 @@ DEFAULTS = {"steps": 10, "rate": 0.5, "shuffle": True, "name": "run", "limit": N
 def script(tmp_path, monkeypatch):
     """The script above as a module, in a folder that is the current one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     return load(tmp_path / "script.py", SCRIPT, monkeypatch)
 
 
@@ -230,9 +230,9 @@ def test_a_started_script_ends_with_one_line_and_code_2(script):
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-def test_of_many_ranks_the_first_says_it(script, capsys, monkeypatch):
+def test_of_many_ranks_the_first_of_a_machine_says_it(script, capsys, monkeypatch):
     for rank, said in ("0", True), ("1", False):
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as stop:
             configure(vars(script), ["--raet=1"])
         assert stop.value.code == 2
@@ -268,11 +268,11 @@ def annotated_globals(path):
             for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)}
 
 
-def test_config_files_are_plain_assignments_that_the_base_loop_takes(tmp_path, monkeypatch):
-    settings = annotated_globals(ROOT / "train_gpt2.py")
-    assert len(settings) > 20
-    source = "from typing import Literal, Optional\n" + "\n".join(settings.values())
+def test_config_files_are_plain_assignments_that_their_loop_takes(tmp_path, monkeypatch):
     for path in sorted((ROOT / "config").glob("*.py")):
+        settings = annotated_globals(ROOT / ("chat_sft.py" if path.stem.endswith("_chat") else "train_gpt2.py"))
+        assert len(settings) > 20
+        source = "from typing import Literal, Optional\n" + "\n".join(settings.values())
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             assignment = isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets)
