@@ -575,7 +575,7 @@ def introduce(path, checkpoint, n_params):
         f", step {checkpoint['iter_num']}, val loss {checkpoint['val_loss']:.4f} at step {checkpoint['val_iter']}"
     args = checkpoint["model_args"]
     return (f"{path}: {checkpoint['stage']} model, {args['arch']}{', mla' if args['attention'] == 'mla' else ''}, {args['n_layer']} layers, "
-            f"{args['n_embd']} wide, {n_params / 1e6:.1f}M parameters, {args['max_seq_len']} positions, {checkpoint['tokenizer']}'s tokens{trained}")
+            f"{args['n_embd']} wide, {n_params / 1e6:.1f}M parameters, {args['max_seq_len']} positions, tokenizer {checkpoint['tokenizer']}{trained}")
 
 
 def load_model(path, device):

@@ -389,7 +389,7 @@ def test_faulty_conversations_are_counted_and_the_rest_trained_on(base, tmp_path
 def test_mistakes_are_refused_in_one_line(base, chats, sft, tmp_path):
     start = [*SFT, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", f"--out_dir={tmp_path}/o"]
     resume = ["--init_from=resume", f"--out_dir={sft[0]}/out", f"--chat_dir={tmp_path}/rows", "--max_iters=30"]
-    other = jsonl(tmp_path / "other.jsonl", [turns("other", "data")] * 9)
+    other = jsonl(tmp_path / "other.jsonl", [turns(f"other {i}", "data") for i in range(9)])
     for args, words in [
         ([*start, "--max_seq_len=65"], ["max_seq_len=65", "64 positions"]), ([*start, "--data=nowhere.jsonl"], ["nowhere.jsonl"]),
         ([*start, "--data="], ["--data="]), ([*start, "--data=a.jsonl:-1"], ["a.jsonl:-1", "weight"]), ([*start, "--epochs=2"], ["--epochs and --max_iters"]),
