@@ -1,4 +1,5 @@
 """What a run survives: signals, kills, spikes, damaged and missing files, full disks, a second run."""
+import importlib.util
 import json
 import math
 import os
@@ -8,14 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import runtime
+from configurator import configure
 from conftest import ROOT, TINY, read_log, refused, run, write_shards
 from model import GPT, GPTConfig
+from prepare_data import Windows, get_tokenizer, load_conversations, read_meta
 from test_train import load, same
 
 ARGS = [*TINY, "--sample_tokens=0"]
@@ -289,3 +294,117 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys,
     assert not runtime.save_checkpoint(tmp_path, {"weights": torch.ones(1000), "iter_num": 7})
     assert "the checkpoint of step 7 could not be written" in capsys.readouterr().out
     assert torch.load(tmp_path / "ckpt.pt")["weights"].sum() == 0 and not (tmp_path / "ckpt.pt.tmp").exists()
+
+
+# ---------------------------------------------------------------------------------------------------
+# bad bytes: whatever is damaged, it works or ends in one line; 500 of them in this process, 20 from the command line
+
+def damage(data, content):
+    """A few random edits of bytes: overwritten, cut out, inserted, or the end cut off."""
+    content = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
+        kind, new = data.draw(st.sampled_from(["over", "out", "in", "end"])), data.draw(st.binary(min_size=1, max_size=8))
+        if kind == "over":
+            content[at:at + len(new)] = new
+        elif kind == "out":
+            del content[at:at + data.draw(st.integers(1, 40))]
+        elif kind == "in":
+            content[at:at] = new
+        else:
+            del content[at:]
+    return bytes(content)
+
+
+def works_or_fails_in_one_line(capsys, function):
+    capsys.readouterr()
+    try:
+        function()
+    except SystemExit as end:
+        said = capsys.readouterr().err
+        assert end.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+
+
+bad_bytes = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@bad_bytes
+@given(st.data())
+def test_damaged_shards(shards, tmp_path, capsys, data):
+    (tmp_path / "val_000000.bin").write_bytes((shards / "val_000000.bin").read_bytes())
+    whole = (shards / "val_000000.bin").read_bytes()[:3000]
+    (tmp_path / "train_000000.bin").write_bytes(damage(data, whole))
+    works_or_fails_in_one_line(capsys, lambda: Windows(str(tmp_path), "train", 32)[[0]])
+
+
+@bad_bytes
+@given(st.data())
+def test_damaged_meta_json(shards, tmp_path, capsys, data):
+    (tmp_path / "meta.json").write_bytes(damage(data, (shards / "meta.json").read_bytes()))
+    works_or_fails_in_one_line(capsys, lambda: read_meta(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def small_checkpoint(tmp_path_factory):
+    gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
+    folder = tmp_path_factory.mktemp("small")
+    runtime.save_checkpoint(folder, {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "config": {}, "tokenizer": "bytes",
+                                     "stage": "base", "iter_num": 1, "val_loss": 1.0, "val_iter": 1})
+    return (folder / "ckpt.pt").read_bytes()
+
+
+@bad_bytes
+@given(st.data())
+def test_damaged_checkpoints(small_checkpoint, tmp_path, capsys, data):
+    """One that opens all the same holds the very weights that were saved."""
+    (tmp_path / "ckpt.pt").write_bytes(damage(data, small_checkpoint))
+    (tmp_path / "whole.pt").write_bytes(small_checkpoint)
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    works_or_fails_in_one_line(capsys, lambda: same(runtime.load_checkpoint(tmp_path / "ckpt.pt")["model"], whole) or pytest.fail("other weights"))
+
+
+@bad_bytes
+@given(st.data())
+def test_damaged_conversations(tmp_path, capsys, data):
+    line = json.dumps({"messages": [{"role": "user", "content": "h\u00e9"}, {"role": "assistant", "content": "yes"}]}, ensure_ascii=False).encode()
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n" + damage(data, line) + b"\n" + line)
+    works_or_fails_in_one_line(capsys, lambda: load_conversations([(f"{tmp_path}/a.jsonl", 1.0)], get_tokenizer("bytes"), 64, {}))
+
+
+@bad_bytes
+@given(st.data())
+def test_odd_command_lines(tmp_path, capsys, monkeypatch, data):
+    source = "rate: float = 1.0  # a\nname: str = 'x'  # b\nkind: Literal['a', 'b'] = 'a'  # c\nn: Optional[int] = None  # d\nflag: bool = True  # e\n"
+    (tmp_path / "script.py").write_text("from typing import Literal, Optional\n" + source)
+    spec = importlib.util.spec_from_file_location("odd_script", tmp_path / "script.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "odd_script", script)
+    spec.loader.exec_module(script)
+    argv = data.draw(st.lists(st.one_of(st.text(max_size=12), st.builds("--{}={}".format, st.sampled_from(["rate", "name", "kind", "n", "flag", "rte"]),
+                                                                       st.text(max_size=8)), st.sampled_from(["--help", "--n=3", "--kind=b"])), max_size=3))
+    argv = [arg for arg in argv if arg not in ("--help", "-h") and not os.path.exists(arg)]
+    works_or_fails_in_one_line(capsys, lambda: configure(vars(script), argv))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damaged_files_from_the_command_line(shards, small_checkpoint, tmp_path, seed):
+    """A script of each kind in turn, on a file with one byte in fifty replaced or its end cut off."""
+    rng = np.random.default_rng(seed)
+
+    def damaged(content):
+        content = np.frombuffer(content, dtype=np.uint8).copy()
+        content[rng.random(len(content)) < 0.02] = rng.integers(0, 256)
+        return content[:int(rng.integers(len(content) // 2, len(content) + 1))].tobytes()
+
+    shutil.copytree(shards, tmp_path / "data")
+    (tmp_path / "ckpt.pt").write_bytes(small_checkpoint)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}) * 1 + "\n")
+    kind = ["data/train_000000.bin", "data/meta.json", "ckpt.pt", "chats.jsonl"][seed % 4]
+    (tmp_path / kind).write_bytes(damaged((tmp_path / kind).read_bytes()))
+    script, args = {"ckpt.pt": ("sample.py", [f"--checkpoint={tmp_path}/ckpt.pt", "--max_new_tokens=2"]),
+                    "chats.jsonl": ("chat_sft.py", [f"--init_from={tmp_path}/ckpt.pt", f"--data={tmp_path}/chats.jsonl", f"--chat_dir={tmp_path}/rows",
+                                                    f"--out_dir={tmp_path}/o", "--print_batch=True"])
+                    }.get(kind, ("train_gpt2.py", [*ARGS, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/o", "--max_iters=1", "--warmup_iters=0"]))
+    done = subprocess.run([sys.executable, ROOT / script, *args], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 or done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
