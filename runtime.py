@@ -62,7 +62,14 @@ def init_process(device):
     if kind == "cpu":
         torch.use_deterministic_algorithms(True)  # a compiled embedding's gradient is summed in any order without it
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+        store = None
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # Workers that torchrun --max-restarts starts again find the store of those before them, with addresses where nobody
+            # answers any more (torch 2.13, gloo), so each start has its own names in it. On several machines the count of
+            # restarts is each machine's own, and nothing that all of them know tells one start from another.
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None, store=store,
+                                **({"rank": rank, "world_size": world_size} if store else {}))
     return rank, world_size, device
 
 

@@ -188,6 +188,40 @@ runtime.save_checkpoint({str(folder)!r}, checkpoint(2))
 
 
 # ---------------------------------------------------------------------------------------------------
+# ranks
+
+def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(shards, whole, tmp_path):
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=20", "--lr_decay_iters=60", ranks=2)
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=40")
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=60", ranks=2)
+    one, other = (read_log(folder, "train_loss", "val_loss") for folder in (whole, tmp_path))
+    assert one.keys() == other.keys() and load(whole)["rows_seen"] == load(tmp_path)["rows_seen"]
+    for (key, step), value in one.items():
+        assert value == pytest.approx(other[key, step], abs=1e-5 if step <= 20 else 1e-4), (key, step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compiled_and_interrupted_equals_compiled_and_uninterrupted(shards, tmp_path, ranks):
+    args = [*ARGS, "--compile=True", f"--data_dir={shards}", "--eval_interval=5", "--max_iters=10", "--lr_decay_iters=10"]
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=ranks)
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=5", ranks=ranks)
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", "--max_iters=10", ranks=ranks)
+    equals(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_killed_rank_ends_all_and_torchrun_starts_them_again_where_they_were(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", "--max_iters=60", "--eval_interval=10"]
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=2)
+    program = start("train_gpt2.py", *args, f"--out_dir={tmp_path}/killed", "--init_from=auto", ranks=2, torchrun=["--max-restarts=1"])
+    read_until(program, "step 15/60")
+    children = subprocess.run(["pgrep", "-P", str(program.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    rest = program.communicate(timeout=120)[0].decode()
+    assert program.returncode == 0 and "resumed at step" in rest, rest[-3000:]
+    equals(tmp_path / "whole", tmp_path / "killed")
+
+
+# ---------------------------------------------------------------------------------------------------
 # health
 
 def poisoned(folder, steps, seed=1337):
