@@ -110,6 +110,9 @@ def explain(kind, error, tb):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the same factor: "
              f"it trains the same model)", alone=True)
+    elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
+        print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them again with "
+              f"--init_from=auto", file=sys.stderr)
     elif issubclass(kind, OSError):  # the disk, or a file that is not what it should be
         fail(f"{kind.__name__}: {error}", alone=True)
     else:
@@ -364,7 +367,7 @@ def save_checkpoint(out_dir, checkpoint, keep_as=None):
         size = sum(tensor.nbytes for tensor in tensors_in(checkpoint))
         free = shutil.disk_usage(out_dir).free
         if size > free:
-            raise OSError(f"it takes {size / 2 ** 20:,.0f} MiB, and {free / 2 ** 20:,.0f} MiB are free")
+            raise OSError(f"it takes {size / 2 ** 20:,.1f} MiB, and {free / 2 ** 20:,.1f} MiB are free")
         with open(temporary, "wb") as f:
             torch.save(checkpoint, f)
             f.flush()

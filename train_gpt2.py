@@ -476,8 +476,13 @@ while True:
         break
 
 if iter_num > resumed_at or not resuming:
-    if not saved(save()):  # at the end again, with its own validation loss
-        fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved", alone=True)
+    tries = 20
+    while not saved(save()):  # at the end again, with its own validation loss
+        tries -= 1
+        if tries == 0:
+            fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved", alone=True)
+        print(f"trying again in 30 seconds, {tries} times more", flush=True)
+        time.sleep(30)
 pool.shutdown()
 if stopping:
     runtime.print_once(f"stopped after step {iter_num}, which is saved; {how_to_go_on}")
