@@ -34,7 +34,7 @@ from prepare_data import Windows, chat_tokens, get_tokenizer, read_meta, render_
 def validation_loss(model, get_batch, n_rows, batch_size, bytes_of, rank=0, world_size=1):
     """
     Loss over the first n_rows rows of a split, in nats a target and in bits a byte of the targets' text: the same rows at
-    every call, dealt to the ranks, so that the result is that of one rank.
+    every call, dealt to the ranks, so that the result is that of one.
 
     model: compiled or not; it sees one shape. get_batch(indices (batch_size,)) -> what model.forward takes: x, y
     (batch_size, T) int64, IGNORE where y is no target, and perhaps positions and a mask. A last batch that is not full is
@@ -44,8 +44,8 @@ def validation_loss(model, get_batch, n_rows, batch_size, bytes_of, rank=0, worl
     model.eval()
     bytes_of = torch.from_numpy(bytes_of)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in range(rank * batch_size, n_rows, world_size * batch_size):
-        rows = torch.arange(first, first + batch_size)
+    for first in range(0, n_rows, world_size * batch_size):  # as often on each rank: a sharded model is run by all together
+        rows = torch.arange(batch_size) + first + rank * batch_size
         x, y, *packing = get_batch(rows.clamp(max=n_rows - 1).numpy())
         y[rows >= n_rows] = IGNORE
         targets = y[y != IGNORE]
@@ -285,7 +285,8 @@ def score(model, tokenizer, stage, problems, batch_size=16, max_new_tokens=256, 
     n, problems; cut, those longer than the model's positions, whose beginning the model did not see;
     problems: for each, what was computed and whether it was right.
 
-    model: never the compiled one, whose shape is another. Its mode is restored; autocast is the caller's. Raises
+    model: never the compiled one, whose shape is another. A sharded one is run by all ranks together: each then says
+    rank=0, world_size=1. Its mode is restored; autocast is the caller's. Raises
     ValueError where the model's logits are not finite. progress(done, total) is called after each piece of work.
     """
     was_training = model.training
@@ -299,7 +300,7 @@ def score(model, tokenizer, stage, problems, batch_size=16, max_new_tokens=256, 
     except ValueError as e:
         error = e  # the other ranks must hear of it: they wait below
     model.train(was_training)
-    if dist.is_initialized():
+    if world_size > 1:
         parts = [None] * world_size
         dist.all_gather_object(parts, (found, error))
         found = {key: value for part, _ in parts for key, value in part.items()}

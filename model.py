@@ -18,6 +18,7 @@ from typing import Optional
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1  # a target with this value is not trained on
 LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 1024 * 50304 float32 are 206 MB
@@ -343,6 +344,7 @@ class GPT(nn.Module):
             ln_f=new_norm(config),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.recompute = False  # in training keep only what enters each block, and compute the rest again in backward
         if config.arch == "gpt2":
             self.transformer["wpe"] = nn.Embedding(config.max_seq_len, config.n_embd)
             self.lm_head.weight = self.transformer.wte.weight
@@ -409,7 +411,10 @@ class GPT(nn.Module):
 
         x = self.transformer.drop(x)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, rope, positions, mask, None if cache is None else cache[i])
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, positions, mask, use_reentrant=False)
+            else:
+                x = block(x, rope, positions, mask, None if cache is None else cache[i])
         return self.transformer.ln_f(x)
 
     def new_cache(self, batch, length, dtype=torch.float32):

@@ -203,6 +203,52 @@ def distribute(model, device):
                **{sync_buffers: False})
 
 
+def shard(model, device, dtype, compile_options=None):
+    """
+    Shards parameters, gradients and optimizer state over the ranks, block by block (torch's fully_shard; Zhao et al. 2023), for a
+    model that one device does not hold. compile_options: of torch.compile, for each block; None: not compiled. dtype: what the
+    parameters are gathered in; gradients are reduced in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # here and in the next two: they take a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == "float32" else getattr(torch, dtype), reduce_dtype=torch.float32,
+                                  cast_forward_inputs=False)  # the residual stream stays as autocast has it
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for block in model.transformer.h:
+        if compile_options is not None:
+            block.compile(**compile_options)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "hidden_states")
+
+
+def full_state(model, optimizer):
+    """
+    The state dicts of a sharded model and its optimizer as those of a whole one, on the CPU of rank 0 and nowhere else. Called by
+    all ranks together.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, theirs = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() > 0:
+        return {}, {}
+    number = {name: i for i, name in enumerate(name for group in theirs["param_groups"] for name in group["params"])}
+    return weights, {"state": {number[name]: state for name, state in theirs["state"].items()},
+                     "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in theirs["param_groups"]]}
+
+
+def load_full_state(model, optimizer, weights, state):
+    """The reverse of full_state, from a checkpoint that every rank has read."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, weights, options=options)
+    named = {id(p): name for name, p in model.named_parameters()}
+    names = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]  # in the order of the numbers
+    set_optimizer_state_dict(model, optimizer, options=options, optim_state_dict={
+        "state": {names[i]: values for i, values in state["state"].items()},
+        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]})
+
+
 # ---------------------------------------------------------------------------------------------------
 # health
 

@@ -7,10 +7,12 @@ Pretrains a GPT on token shards. The defaults are GPT-2 124M on FineWeb-Edu.
 
 In the order it runs: settings, process, data, model, optimizer, and the loop: save, evaluate, forward, backward, step, log.
 """
+import functools
 import json
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from typing import Literal, Optional
 
@@ -86,6 +88,8 @@ check_health: bool = False  # look for what keeps the model from learning, on on
 # system
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
+fsdp: bool = False  # shard the model over the ranks, for one that a GPU does not hold
+recompute: bool = False  # keep only what enters each block and compute the rest again in backward: less memory, a third slower
 compile: bool = True  # torch.compile, one graph for one shape
 compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None  # None: torch's default
 compile_backend: str = "inductor"  # of torch.compile
@@ -144,6 +148,10 @@ micro_steps = gradient_accumulation_steps // world_size  # on this rank
 rows_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = rows_per_step * max_seq_len
 compute_dtype = runtime.pick_dtype(dtype, compute_device)
+if check_health and world_size > 1:
+    fail("--check_health=True: start it without torchrun")
+if fsdp and (not dist.is_initialized() or compute_dtype == "float16"):
+    fail(f"--fsdp=True: expected ranks to share the model among (start with torchrun), and bfloat16 or float32 (it is {compute_dtype})")
 autocast = runtime.autocast(compute_device, compute_dtype)
 runtime.check_out_dir(out_dir, keep=resuming, overwrite=overwrite)
 
@@ -201,15 +209,45 @@ model_args = asdict(orig_model.config)
 if max_seq_len > model_args["max_seq_len"]:
     fail(f"--max_seq_len={max_seq_len}: the model in {init_from} has {model_args['max_seq_len']} positions; give at most that")
 if checkpoint:
-    orig_model.load_state_dict(checkpoint.pop("model"))
-orig_model.to(compute_device)
+    orig_model.load_state_dict(checkpoint["model"])
+orig_model.recompute = recompute
+
+# Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
+# every checkpoint, uses orig_model, whose parameters are the very same tensors.
+compile_options = dict(dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
+if compile:
+    problem = runtime.compiler_problem(compute_device, compile_backend)
+    if problem:
+        runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
+        compile = False
+n_params = sum(p.numel() for p in orig_model.parameters())
+if fsdp:  # block by block, and compiled so: what lies between the blocks is not
+    runtime.shard(orig_model, compute_device, compute_dtype, compile_options if compile else None)
+    model = compiled = orig_model
+else:
+    orig_model.to(compute_device)
+    compiled = torch.compile(orig_model, **compile_options) if compile else orig_model
+    model = runtime.distribute(compiled, compute_device)
+# sampling and scoring: with fsdp the blocks themselves are compiled, for their one shape, and all ranks run them together
+eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else nullcontext
 
 optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
+
+
+def load_state(checkpoint):
+    """Puts the weights and the optimizer's state of a checkpoint in place."""
+    if fsdp:
+        runtime.load_full_state(orig_model, optimizer, checkpoint["model"], checkpoint["optimizer"])
+    else:
+        orig_model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+
+
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
 if resuming:
-    optimizer.load_state_dict(checkpoint.pop("optimizer"))
+    load_state(checkpoint)
     for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
         group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
@@ -237,7 +275,7 @@ def sample():
     """A text from the model as it is now."""
     ids = [tokenizer.eot_token]
     try:
-        with autocast:
+        with autocast, eager():
             for token, in orig_model.generate([ids], sample_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
                                               stop_ids=[tokenizer.eot_token], n_vocab=tokenizer.n_vocab):
                 ids.append(token)
@@ -249,9 +287,9 @@ def sample():
 def score_task(task):
     """Scores the model as it is now on some problems of a task, at the end of the run on all, and logs it."""
     try:
-        with autocast:
+        with autocast, eager():
             result = score(orig_model, tokenizer, "base", evenly(problems[task], eval_problems if iter_num < max_iters else None),
-                           batch_size, rank=rank, world_size=world_size)
+                           batch_size, rank=0 if fsdp else rank, world_size=1 if fsdp else world_size)
     except ValueError as error:
         runtime.print_once(f"{task}: no score: {error}")
         return
@@ -263,11 +301,12 @@ def score_task(task):
 
 def save():
     """Begins to write a checkpoint -> a future, to be waited for before a weight changes: evaluation goes on meanwhile."""
+    weights, state = runtime.full_state(orig_model, optimizer) if fsdp else (orig_model.state_dict(), optimizer.state_dict())
     if rank > 0:
         return pool.submit(bool, True)
     keep_as = f"ckpt_{iter_num}.pt" if keep_interval and iter_num % keep_interval == 0 else None
     return pool.submit(runtime.save_checkpoint, out_dir, {
-        "model": orig_model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "health": dict(health),
+        "model": weights, "optimizer": state, "scaler": scaler.state_dict(), "health": dict(health),
         "model_args": model_args, "config": config, "tokenizer": meta["tokenizer"], "data": fingerprint, "stage": "base",
         "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
         "val_iter": val_iter}, keep_as)  # val_loss is that of step val_iter: a step is saved before it is evaluated
@@ -284,8 +323,7 @@ def saved(saving):
 def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
     checkpoint = runtime.load_checkpoint(out_dir)
-    orig_model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    load_state(checkpoint)
     if scaler.is_enabled():
         scaler.load_state_dict(checkpoint["scaler"])
     return checkpoint["iter_num"]
@@ -293,7 +331,6 @@ def roll_back():
 
 # ---------------------------------------------------------------------------------------------------
 # say what is about to happen
-n_params = sum(p.numel() for p in orig_model.parameters())
 runtime.print_once(
     f"model: {arch}, {attention}, {n_layer} layers, {n_embd} wide, {n_params / 1e6:.1f}M parameters, vocabulary "
     f"{model_args['vocab_size']} ({meta['tokenizer']})\n"
@@ -318,21 +355,12 @@ if rank == 0:
     runtime.after_interrupt = f": step {iter_num} is saved, nothing since" if resuming else ": nothing is saved yet"
 
 # ---------------------------------------------------------------------------------------------------
-# Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
-# every checkpoint, uses orig_model, whose parameters are the very same tensors.
+# the graphs of training and evaluation are made now: one that is made later is a recompile
 if check_health:
     with autocast:
-        good = rank > 0 or runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
+        good = runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
     raise SystemExit(0 if good else 1)
-compiled = orig_model
 if compile:
-    problem = runtime.compiler_problem(compute_device, compile_backend)
-    if problem:
-        runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
-    else:
-        compiled = torch.compile(orig_model, dynamic=False, fullgraph=True, mode=compile_mode, backend=compile_backend)
-model = runtime.distribute(compiled, compute_device)
-if compiled is not orig_model:  # both graphs are made now: one that is made later is a recompile
     t0 = time.time()
     runtime.print_once("compiling ...")
     x, y = torch.zeros(2, batch_size, max_seq_len, dtype=torch.int64, device=compute_device).unbind()
@@ -374,8 +402,8 @@ while True:
             runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, val_loss=val_loss, val_ppl=val_ppl,
                               val_bpb=val_bpb)
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
-            if sample_tokens and iter_num > 0:
-                print(f"----- sample\n{sample()}\n-----", flush=True)
+        if sample_tokens and iter_num > 0 and (rank == 0 or fsdp):
+            runtime.print_once(f"----- sample\n{sample()}\n-----")
         for task in problems:
             score_task(task)
         if saving and saved(saving):
@@ -397,7 +425,10 @@ while True:
         # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
         next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
         if dist.is_initialized():  # gradients are averaged over the ranks once a step
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            if fsdp:
+                model.set_requires_gradient_sync(micro_step == micro_steps - 1)
+            else:
+                model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast:
             loss = model(x, y)  # summed over the micro-batch
         nats += loss.detach()
@@ -417,7 +448,8 @@ while True:
     for group in optimizer.param_groups:
         group["lr"] = lr
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf).item()
+    grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf)
+    grad_norm = (grad_norm.full_tensor() if fsdp else grad_norm).item()
     clipped += grad_clip > 0 and grad_norm > grad_clip
     # a loss scale that is too high overflows gradients: the scaler skips the step then, and lowers it
     overflowed = scaler.is_enabled() and not math.isfinite(grad_norm)

@@ -200,6 +200,31 @@ def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(shards, whole, tmp
         assert value == pytest.approx(other[key, step], abs=1e-5 if step <= 20 else 1e-4), (key, step)
 
 
+@pytest.mark.parametrize("extra", [[], ["--arch=llama", "--attention=mla", "--kv_lora_rank=8", "--recompute=True"], ["--compile=True"]],
+                         ids=["gpt2", "llama_mla_recompute", "compiled"])
+def test_a_sharded_model_is_the_model(shards, tmp_path, extra):
+    """fsdp against one rank: losses, samples, scores; its checkpoint goes on whole, and the whole one's sharded."""
+    (tmp_path / "tasks" / "hellaswag").mkdir(parents=True)
+    (tmp_path / "tasks" / "hellaswag" / "test.jsonl").write_text("".join(json.dumps(
+        {"ind": i, "ctx": "the cat", "endings": ["sat", "ran", "on", f"{i}"], "label": str(i % 4)}) + "\n" for i in range(7)))
+    args = [*TINY, *extra, f"--data_dir={shards}", "--eval_tasks=hellaswag", f"--task_dir={tmp_path}/tasks", "--eval_iters=3"]
+    outputs = [run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole"),
+               run("train_gpt2.py", *args, f"--out_dir={tmp_path}/sharded", "--fsdp=True", ranks=2)]
+    keys = "train_loss", "val_loss", "grad_norm", "hellaswag_acc", "recompiles"
+    whole, sharded = (read_log(tmp_path / name, *keys) for name in ("whole", "sharded"))
+    assert whole.keys() == sharded.keys()
+    for key, value in whole.items():
+        assert sharded[key] == pytest.approx(value, abs=1e-4), key
+    a, b = load(tmp_path / "whole"), load(tmp_path / "sharded")
+    assert a["model"].keys() == b["model"].keys() and a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
+    assert all(torch.allclose(a["model"][name], b["model"][name], atol=1e-3) for name in a["model"])
+    assert [output.split("----- sample")[1].split("-----")[0] for output in outputs][0] == outputs[1].split("----- sample")[1].split("-----")[0]
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/sharded", "--fsdp=False", "--max_iters=24")
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/whole", "--fsdp=True", "--max_iters=24", ranks=2)
+    whole, sharded = (read_log(tmp_path / name, "train_loss", "val_loss") for name in ("whole", "sharded"))
+    assert whole["train_loss", 24] == pytest.approx(sharded["train_loss", 24], abs=1e-3)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_and_interrupted_equals_compiled_and_uninterrupted(shards, tmp_path, ranks):
     args = [*ARGS, "--compile=True", f"--data_dir={shards}", "--eval_interval=5", "--max_iters=10", "--lr_decay_iters=10"]
