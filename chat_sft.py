@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -92,6 +93,8 @@ config, given = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------
 # settings that a checkpoint brings along
+if init_from == "auto":
+    fail("--init_from=auto: a chat run starts from a model, so give --init_from=auto:PATH")
 resuming = init_from == "resume" or init_from.startswith("auto:") and runtime.found_checkpoint(out_dir)
 source = out_dir if resuming else init_from.removeprefix("auto:")
 checkpoint = runtime.load_checkpoint(source)
@@ -292,7 +295,7 @@ checkpoint = None  # frees its memory
 
 # ---------------------------------------------------------------------------------------------------
 # what the loop calls now and then
-how_to_go_on = f"go on with python chat_sft.py --init_from=resume --out_dir={out_dir}"
+how_to_go_on = f"go on with python chat_sft.py --init_from=resume --out_dir={shlex.quote(out_dir)}"
 
 
 def sample():
@@ -404,7 +407,7 @@ flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
 pool = ThreadPoolExecutor(2)  # reads the next micro-batch while this one is computed, and writes checkpoints
 next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
 resumed_at, saved_at = iter_num, iter_num
-skipped, rollbacks, clipped, recompiles, stopping = 0, 0, 0, 0, False
+skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
 # since the last line of the log
 loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
@@ -432,9 +435,9 @@ while True:
             saved_at = iter_num
             if val_loss == best_val_loss and rank == 0:
                 runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
-        if clipped > 0.1 * eval_interval:
-            runtime.print_once(f"WARNING: since the last evaluation {clipped} of {eval_interval} gradients were clipped to --grad_clip={grad_clip}")
-        clipped = 0
+        if clipped > 0.1 * steps_taken:
+            runtime.print_once(f"WARNING: since the last evaluation {clipped} of {steps_taken} gradients were clipped to --grad_clip={grad_clip}")
+        clipped = steps_taken = 0
         t0 = time.time()
     if iter_num >= max_iters:
         break
@@ -483,6 +486,7 @@ while True:
     optimizer.zero_grad(set_to_none=True)
     rows_seen += rows_per_step
     steps_summed += 1
+    steps_taken += 1
     targets_summed += targets
     useful_summed += useful
     if fault is None:

@@ -73,8 +73,6 @@ def write_weights(folder, state_dict, config, dtype, shard_size):
             f.write(len(text).to_bytes(8, "little") + text)
             for name, tensor in itertools.islice(tensors, len(header) - 1):
                 where[name] = file
-                if dtype == torch.float16 and tensor.abs().max() > 65504:
-                    fail(f"--dtype=float16: {name} holds {tensor.abs().max():.3g}, and float16 ends at 65504; bfloat16 holds it")
                 f.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy())
     n_params = sum(math.prod(header[name]["shape"]) for header in headers for name in header if name != "__metadata__")
     if len(headers) > 1:
@@ -193,8 +191,7 @@ def model_card(name, loaded, config, n_params, dtype):
         f"Every document it was trained on begins with `{END_OF_TEXT}`" + (
             ", and so does every conversation: the chat template writes it." if chat else "; the tokenizer does not add it by itself."),
         "Text that spells a special token, such as `<|end|>`, becomes that token here, in a chat template as in any prompt. "
-        "In training it was text. Where prompts come from strangers, pass `split_special_tokens=True` to the tokenizer, or "
-        "remove such text from what goes into a template.",
+        "In training it was text. Where prompts come from strangers, remove such text from what goes into a template.",
         "The vocabulary is padded; the generation config keeps the ids that stand for nothing from being sampled.",
     ]
     if not chat:
@@ -218,8 +215,8 @@ def model_card(name, loaded, config, n_params, dtype):
 # ---------------------------------------------------------------------------------------------------
 # the export
 
-OURS = ("model*.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-        "run.json", "README.md", "config.json")
+OURS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+        "README.md", "config.json")
 
 
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
@@ -228,14 +225,21 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if folder.resolve() == Path(checkpoint).resolve() or any((folder / name).exists() for name in runtime.CHECKPOINTS):
             fail(f"--out_dir={out_dir}: holds a checkpoint; give another folder")
-        if not overwrite or not folder.is_dir():
+        if not folder.is_dir() or not (folder / "run.json").exists():
+            fail(f"--out_dir={out_dir}: is not empty, and holds no export of this script; give another folder")
+        if not overwrite:
             fail(f"--out_dir={out_dir}: is not empty; give another folder, or replace the export in it with --overwrite=True")
     loaded = runtime.load_checkpoint(checkpoint)
     config = GPTConfig(**loaded["model_args"])
     tokenizer = get_tokenizer(loaded["tokenizer"])
     end, chat = chat_tokens(tokenizer)["end"], loaded["stage"] != "base"
 
+    if dtype == "float16":
+        for name, tensor in loaded["model"].items():
+            if tensor.abs().max() > 65504:
+                fail(f"--dtype=float16: {name} holds {tensor.abs().max():.3g}, and float16 ends at 65504; bfloat16 holds it")
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "run.json", {})  # it is this script's folder, whatever happens before the end
     for pattern in OURS:
         for path in folder.glob(pattern):
             path.unlink()
@@ -263,7 +267,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
 
 
 if __name__ == "__main__":
-    config, given = configure(globals())
     sys.excepthook = runtime.explain
+    config, given = configure(globals())
     expect_range(config, 1, math.inf, "shard_size")
     export(**config)

@@ -637,14 +637,18 @@ def config_from_hf(theirs):
         raise ValueError(f"its config has no {error.args[0]}")
     for ours in ("n_kv_head", "intermediate_size"):  # may be missing, or None: as many as heads, 4 n_embd
         settings[ours] = theirs.get(HF_SETTINGS[kind].get(ours))
+    for ours, value in settings.items():
+        if not (type(value) is int and 0 < value < 10 ** 7) and value is not None:
+            raise ValueError(f"its config has {HF_SETTINGS[kind].get(ours, ours)}={value!r}, expected a whole number above 0 and below ten million")
     if kind == "gpt2":
         activation = theirs.get("activation_function", "gelu_new")
         expect("activation_function", activation, *HF_GELU)
         return GPTConfig(arch="gpt2", gelu=HF_GELU[activation], **settings)
     # where the theta stands, and what scales it, has changed from version to version of transformers
     rope = {"rope_theta": theirs.get("rope_theta") or 10000.0}
-    rope |= (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
-    expect("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    for part in (theirs.get("rope_scaling") or {}, theirs.get("rope_parameters") or {}):
+        expect("rope_type", part.get("rope_type", part.get("type", "default")), "default")
+        rope |= part
     expect("partial_rotary_factor", rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0)), 1.0)
     for layer_type in theirs.get("layer_types") or []:
         expect("layer_types", layer_type, "full_attention")

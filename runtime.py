@@ -358,7 +358,7 @@ CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")  # the newest, and the one before it
 
 
 def found_checkpoint(out_dir):
-    """Whether there is something in out_dir that a run could go on from."""
+    """Whether there is something in out_dir that a run could go on from: the newest checkpoint, or the one before it."""
     return any((Path(out_dir) / name).exists() for name in CHECKPOINTS)
 
 
@@ -367,9 +367,13 @@ def check_out_dir(out_dir, keep, overwrite):
     Finds out before training, not after, whether checkpoints can be written to out_dir, and that no other run does so now.
     A checkpoint that lies there already is refused, unless `keep` (the run goes on from it) or `overwrite`.
     """
-    if found_checkpoint(out_dir) and not keep and not overwrite:
-        fail(f"--out_dir={out_dir}: holds a checkpoint: go on from it with --init_from=resume, replace it with "
+    found = sorted(Path(out_dir).glob("ckpt*.pt")) if os.path.isdir(out_dir) else []
+    if found and not keep and not overwrite:
+        fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0].name}: go on from it with --init_from=resume, replace it with "
              f"--overwrite=True, or give another --out_dir")
+    theirs = Path(out_dir) / "config.json"
+    if theirs.exists() and '"model_type"' in theirs.read_text(encoding="utf-8", errors="replace"):
+        fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
     if int(os.environ.get("RANK", 0)) == 0:
         try:
             os.makedirs(out_dir, exist_ok=True)
@@ -503,6 +507,7 @@ def load_checkpoint(path):
             missing = {"model", "model_args", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - set(checkpoint)
             assert not missing, f"it lacks {', '.join(sorted(missing))}"
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
+            assert isinstance(checkpoint["val_loss"], float) and isinstance(checkpoint["iter_num"], int), "its val_loss or iter_num is no number"
             check_shapes(checkpoint)
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = in_words(error)
@@ -532,6 +537,11 @@ def in_words(error):
 
 def check_shapes(checkpoint):
     """AssertionError, naming the first tensors, where the weights are not those of the model that model_args describe."""
+    args = checkpoint["model_args"]
+    assert all(type(args[name]) is int for name in ("n_layer", "n_head", "n_embd", "max_seq_len", "vocab_size")), "a size in it is no int"
+    layers = len({name.split(".")[2] for name in checkpoint["model"] if name.startswith("transformer.h.")})
+    assert layers == args["n_layer"], f"it has the weights of {layers} layers, and its settings speak of {args['n_layer']}"
+    assert all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in checkpoint["model"].values()), "a weight in it is no float"
     with torch.device("meta"):  # shapes alone
         expected = GPT(GPTConfig(**checkpoint["model_args"])).state_dict()
     given, expected = ({name: tuple(tensor.shape) for name, tensor in d.items()} for d in (checkpoint["model"], expected))
@@ -573,7 +583,7 @@ def from_nanogpt(theirs):
     if not args.get("bias", True):
         biased = ("ln_1.weight", "ln_2.weight", "ln_f.weight", "c_attn.weight", "c_proj.weight", "c_fc.weight")
         model |= {name.removesuffix("weight") + "bias": torch.zeros(len(model[name])) for name in model if name.endswith(biased)}
-    return foreign(model, config, config=theirs["config"], iter_num=theirs["iter_num"], val_loss=float(theirs["best_val_loss"]),
+    return foreign(model, config, config=theirs["config"], iter_num=theirs["iter_num"], val_loss=float(theirs.get("best_val_loss", math.nan)),
                    val_iter=theirs["iter_num"])
 
 
@@ -606,6 +616,8 @@ def load_hf(folder):
                   for name, tensor in theirs.items()}
     run = folder / "run.json"
     known = json.loads(run.read_text(encoding="utf-8")) if run.exists() else {}
+    if not isinstance(known.get("val_loss", 0.0), float):
+        known.pop("val_loss")
     known = {key: known[key] for key in ("stage", "iter_num", "rows_seen", "val_loss", "val_iter", "config") if key in known}
     tokenizer = folder / "tokenizer.json"
     if tokenizer.exists() and VOCABULARIES.get(config.vocab_size) == "gpt2":  # others' vocabularies have 50304 ids, too
@@ -627,7 +639,7 @@ def download(name):
 
 def introduce(path, checkpoint, n_params):
     """Which model this is, in one line."""
-    trained = "" if math.isnan(checkpoint["val_loss"]) else \
+    trained = "" if not math.isfinite(checkpoint["val_loss"]) else \
         f", step {checkpoint['iter_num']}, val loss {checkpoint['val_loss']:.4f} at step {checkpoint['val_iter']}"
     args = checkpoint["model_args"]
     return (f"{path}: {checkpoint['stage']} model, {args['arch']}{', mla' if args['attention'] == 'mla' else ''}, {args['n_layer']} layers, "
@@ -685,8 +697,11 @@ def write_log(out_dir, **figures):
             figures[key] = float(f"{value:.6g}")
     try:
         os.makedirs(out_dir, exist_ok=True)  # somebody may have removed it
-        with open(Path(out_dir) / "log.jsonl", "a", encoding="utf-8") as f:
-            f.write(json.dumps(figures) + "\n")
+        with open(Path(out_dir) / "log.jsonl", "a+b") as f:
+            if f.tell() > 0:  # a run that was killed may have left half a line
+                f.seek(-1, os.SEEK_END)
+                f.write(b"\n" if f.read(1) != b"\n" else b"")
+            f.write(json.dumps(figures).encode() + b"\n")
     except OSError as error:  # a full disk is no reason to stop
         print(f"WARNING: {out_dir}/log.jsonl could not be written: {error}")
     for tracker in list(trackers) if "iter" in figures and "event" not in figures else []:
@@ -703,18 +718,18 @@ def read_log(path):
     logged after the checkpoint that a resumed run went on from is not part of the run.
     """
     curves, events = {}, {"resume": [], "rollback": [], "skipped": [], "recompiled": []}
-    for line in open(path, encoding="utf-8"):
+    for line in open(path, encoding="utf-8", errors="replace"):
         try:
             entry = json.loads(line)
         except ValueError:  # the half line of a run that was killed
             continue
-        at = entry.get("tokens")
-        if at is None:
+        at = entry.get("tokens") if isinstance(entry, dict) else None
+        if not isinstance(at, int):
             continue
         if entry.get("event") == "resume":
             curves = {key: {t: value for t, value in points.items() if t <= at} for key, points in curves.items()}
             events = {key: [t for t in marks if t <= at] for key, marks in events.items()}
-        if entry.get("event") in events:
+        if isinstance(entry.get("event"), str) and entry["event"] in events:
             events[entry["event"]].append(at)
         for key, value in entry.items():
             if isinstance(value, (int, float)) and key not in ("tokens", "event"):
@@ -742,7 +757,7 @@ def plot_logs(paths, picture):
                                       width_ratios=[2.2, 1], layout="constrained")
     for i, path in enumerate(paths):
         curves, events = read_log(path)
-        name = Path(path).resolve().parent.name
+        name = Path(path).resolve().parent.name.lstrip("_")  # matplotlib hides labels that begin so
         for key, style in (("train_loss", dict(linewidth=0.8, alpha=0.5)), ("val_loss", dict(linewidth=1.6, marker="o", markersize=3))):
             points = sorted(curves.get(key, {}).items())
             if points:
@@ -766,13 +781,21 @@ def plot_logs(paths, picture):
         axes[key].set_xlabel("tokens")
     axes["loss"].legend(fontsize=8)
     temporary = f"{picture}.tmp"
-    figure.savefig(temporary, format="png")  # a viewer that refreshes never sees half of it
-    os.replace(temporary, picture)
+    try:
+        figure.savefig(temporary, format="png")  # a viewer that refreshes never sees half of it
+        os.replace(temporary, picture)
+    except OSError as error:  # a full disk is no reason to stop
+        print(f"WARNING: {picture} could not be written: {error}")
+        picture = None
     plt.close(figure)
     return picture
 
 
 if __name__ == "__main__":
+    sys.excepthook = explain
+    if {"--help", "-h"} & set(sys.argv):
+        print(__doc__.strip())
+        raise SystemExit(0)
     logs = [os.path.join(arg, "log.jsonl") if os.path.isdir(arg) else arg for arg in sys.argv[1:]]
     missing = [log for log in logs if not os.path.isfile(log)]
     if missing or not logs:

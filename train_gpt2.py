@@ -10,6 +10,7 @@ In the order it runs: settings, process, data, model, optimizer, and the loop: s
 import functools
 import json
 import math
+import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -263,7 +264,7 @@ checkpoint = None  # frees its memory
 
 # ---------------------------------------------------------------------------------------------------
 # what the loop calls now and then
-how_to_go_on = f"go on with python train_gpt2.py --init_from=resume --out_dir={out_dir}"
+how_to_go_on = f"go on with python train_gpt2.py --init_from=resume --out_dir={shlex.quote(out_dir)}"
 
 
 def val_batch(indices):
@@ -381,7 +382,7 @@ flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
 pool = ThreadPoolExecutor(2)  # reads the next micro-batch while this one is computed, and writes checkpoints
 next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
 resumed_at, saved_at = iter_num, iter_num
-skipped, rollbacks, clipped, recompiles, stopping = 0, 0, 0, 0, False
+skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
 loss_sum, steps_summed, seconds, t0 = 0.0, 0, 0.0, time.time()  # since the last line of the log
 while True:
@@ -410,9 +411,9 @@ while True:
             saved_at = iter_num
             if val_loss == best_val_loss and rank == 0:
                 runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
-        if clipped > 0.1 * eval_interval:
-            runtime.print_once(f"WARNING: since the last evaluation {clipped} of {eval_interval} gradients were clipped to --grad_clip={grad_clip}")
-        clipped = 0
+        if clipped > 0.1 * steps_taken:
+            runtime.print_once(f"WARNING: since the last evaluation {clipped} of {steps_taken} gradients were clipped to --grad_clip={grad_clip}")
+        clipped = steps_taken = 0
         t0 = time.time()
     if iter_num >= max_iters:
         break
@@ -460,6 +461,7 @@ while True:
     optimizer.zero_grad(set_to_none=True)
     rows_seen += rows_per_step
     steps_summed += 1
+    steps_taken += 1
     if fault is None:
         skipped += overflowed
         iter_num += 1

@@ -214,6 +214,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     (tmp_path / "full" / "model-00001-of-00002.safetensors").write_text("of an export before")
+    for overwrite in (False, True):  # a folder of somebody else's is never written into
+        line = refused("export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={tmp_path}/full", f"--overwrite={overwrite}")
+        assert "full" in line and "holds no export" in line
+    (tmp_path / "full" / "run.json").write_text("{}")  # an export, and something beside it
     line = refused("export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={tmp_path}/full")
     assert "full" in line and "--overwrite=True" in line
     for checkpoint_of, folder in ((checkpoint, "run"), (tmp_path / "full", "full"), ("nowhere", "new")):
@@ -224,6 +228,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys):
     assert (tmp_path / "full" / "thesis.txt").read_text() == "mine" and len(list((tmp_path / "full").glob("*.safetensors"))) == 1
     large = new_gpt("gpt2")
     large.transformer.wpe.weight.data[0, 0] = 1e5
+    weights = next((tmp_path / "full").glob("*.safetensors")).read_bytes()
+    with pytest.raises(SystemExit):  # and the export that was to be replaced is still there
+        export_hf.export(save(tmp_path / "large", large), tmp_path / "full", "float16", 10 ** 9, overwrite=True)
+    assert next((tmp_path / "full").glob("*.safetensors")).read_bytes() == weights
     with pytest.raises(SystemExit):
         export(save(tmp_path / "large", large), tmp_path / "o", "float16")
     line = capsys.readouterr().err

@@ -467,3 +467,21 @@ def test_damaged_files_from_the_command_line(shards, small_checkpoint, tmp_path,
     done = subprocess.run([sys.executable, ROOT / script, *args], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 0 or done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_what_was_kept_for_good_and_others_models_are_not_written_over(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}"]
+    (tmp_path / "ckpt_best.pt").write_bytes(b"kept")
+    assert "ckpt_best.pt" in refused("train_gpt2.py", *args) and "ckpt_best.pt" in refused("train_gpt2.py", *args, "--init_from=auto")
+    (tmp_path / "ckpt_best.pt").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "Hugging Face" in refused("train_gpt2.py", *args, "--overwrite=True")
+
+
+def test_a_log_with_damaged_lines_is_drawn_and_gone_on_with(shards, tmp_path):
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=4")
+    with open(tmp_path / "log.jsonl", "ab") as f:
+        f.write(b'null\n5\n{"tokens": "x"}\n{"event": ["x"], "tokens": 3}\n\xff\x00\n{"iter": 20, "tok')
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=6")
+    curves, events = runtime.read_log(tmp_path / "log.jsonl")
+    assert len(curves["train_loss"]) == 6 and events["resume"] == [4 * 256]
