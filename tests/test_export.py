@@ -326,7 +326,7 @@ def test_the_four_names_are_the_hubs(tmp_path, monkeypatch, capsys):
     ("gpt2", {"activation_function": "relu"}, ["activation_function='relu'", "'gelu_new'"]),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon=1e-06"]), ("gpt2", {"tie_word_embeddings": False}, ["tie_word_embeddings"]),
-    ("gpt2", {"vocab_size": 32000}, ["32000", "50257"]), ("gpt2", {"n_layer": 4}, ["transformer.h.3", "missing"]),
+    ("gpt2", {"vocab_size": 32000}, ["32000", "50257"]), ("gpt2", {"n_layer": 4}, ["3 layers", "speak of 4"]),
     ("gpt2", {"n_positions": 64}, ["transformer.wpe.weight (48, 64), expected (64, 64)"]), ("gpt2", {"n_embd": None}, []),
     ("gpt2", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
     ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, ["rope_type='llama3'", "'default'"]),
