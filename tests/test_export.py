@@ -449,7 +449,7 @@ def test_a_run_goes_on_from_nanogpts_weights(gpt2_vocabulary, tmp_path):
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(vocab_size=65), ["65", "50257"]), (dict(vocab_size=384), ["384", "50257"]), (dict(n_layer=3), ["transformer.h.2", "missing"]),
+    (dict(vocab_size=65), ["65", "50257"]), (dict(vocab_size=384), ["384", "50257"]), (dict(n_layer=3), ["2 layers", "speak of 3"]),
 ])
 def test_a_nanogpt_checkpoint_that_does_not_fit_is_refused(change, words, tmp_path, capsys):
     theirs = nanogpt_checkpoint(True, vocab_size=change.get("vocab_size", 50304))
