@@ -47,7 +47,7 @@ def validation_loss(model, get_batch, n_rows, batch_size, bytes_of, rank=0, worl
     for first in range(0, n_rows, world_size * batch_size):  # as often on each rank: a sharded model is run by all together
         rows = torch.arange(batch_size) + first + rank * batch_size
         x, y, *packing = get_batch(rows.clamp(max=n_rows - 1).numpy())
-        y[rows >= n_rows] = IGNORE
+        y = torch.where((rows < n_rows)[:, None].to(y.device), y, IGNORE)  # not in place: x may share its memory
         targets = y[y != IGNORE]
         totals += torch.tensor([model(x, y, *packing).item(), len(targets), bytes_of[targets.cpu()].sum()], dtype=torch.float64)
     model.train(was_training)

@@ -330,6 +330,11 @@ def roll_back():
     return checkpoint["iter_num"]
 
 
+if check_health:
+    with autocast:
+        good = runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
+    raise SystemExit(0 if good else 1)
+
 # ---------------------------------------------------------------------------------------------------
 # say what is about to happen
 runtime.print_once(
@@ -357,10 +362,6 @@ if rank == 0:
 
 # ---------------------------------------------------------------------------------------------------
 # the graphs of training and evaluation are made now: one that is made later is a recompile
-if check_health:
-    with autocast:
-        good = runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
-    raise SystemExit(0 if good else 1)
 if compile:
     t0 = time.time()
     runtime.print_once("compiling ...")

@@ -140,6 +140,13 @@ def test_two_ranks_train_the_model_of_one(shards, trained, tmp_path):
     assert not [name for name in load(tmp_path / "two")["model"] if name.startswith(("module.", "_orig_mod."))]
 
 
+def test_more_ranks_than_rows_to_validate_on(shards, trained, tmp_path):
+    for ranks in (1, 2):
+        run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/{ranks}", "--batch_size=1", "--eval_iters=1", "--max_iters=2", ranks=ranks)
+    one, two = (read_log(tmp_path / str(ranks), "val_loss", "val_bpb") for ranks in (1, 2))
+    assert one.keys() == two.keys() and all(one[key] == pytest.approx(two[key], abs=1e-5) for key in one)
+
+
 def test_accumulation_does_not_change_the_model(shards, trained, tmp_path):
     run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--batch_size=1", "--gradient_accumulation_steps=8")
     one, other = (read_log(out_dir, "train_loss") for out_dir in (trained[0], tmp_path / "o"))
