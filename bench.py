@@ -96,8 +96,7 @@ def bench_train():
             for name in names:
                 print(f"\rtrain, round {i + 1} of {rounds}: {name:10}", end="", file=sys.stderr, flush=True)
                 flags = [f"--{key}={value}" for key, value in settings_of(name).items()]
-                out_dir = f"{folder}/{name}"
-                steps, compiling = time_steps("train_gpt2.py", out_dir, *flags, "--gradient_accumulation_steps=1", *size,
+                steps, compiling = time_steps("train_gpt2.py", f"{folder}/{name}", *flags, "--gradient_accumulation_steps=1", *size,
                                               f"--compile={compile}", f"--data_dir={folder}")
                 speed[name].append(statistics.median(entry["tok_per_sec"] for entry in steps))
                 figures[name] = (statistics.median(entry["mfu"] for entry in steps), steps[-1]["peak_mem_mb"], compiling,

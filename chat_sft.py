@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import runtime
 from configurator import configure, expect_range, fail
-from evaluate import evenly, load_problems, result_line, score, task_names, validation_loss
+from evaluate import evenly, load_problems, score_for_log, task_names, validation_loss
 from model import GPT, GPTConfig, IGNORE, packed
 from optim import check_schedule, get_lr, new_optimizer
 from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, rows_to_windows, token_bytes
@@ -51,7 +51,7 @@ wandb_project: str = "train-gpt2"  # its project; the run is named after out_dir
 tensorboard: bool = False  # log to OUT_DIR/tensorboard as well (pip install tensorboard)
 # data
 data: str = "HuggingFaceTB/smoltalk"  # .jsonl files and data sets of the hub (owner/name/config), each with :passes an epoch
-val_data: Optional[str] = None  # the same for validation; None: one in 50 conversations of each source, not trained on
+val_data: Optional[str] = None  # the same for validation; None: one in 50 conversations, not trained on
 chat_dir: str = "data/chat"  # the packed rows are made once and kept here
 pack: bool = True  # as many whole conversations to a row as fit; False: one
 print_batch: bool = False  # show the first micro-batch, [what is trained on] marked, and exit
@@ -133,11 +133,7 @@ if keep_interval % eval_interval:
     fail(f"--keep_interval={keep_interval}: checkpoints are saved every --eval_interval={eval_interval} steps: expected a multiple of it")
 
 rank, world_size, compute_device = runtime.init_process(device)
-if gradient_accumulation_steps % world_size:
-    near = gradient_accumulation_steps // world_size * world_size
-    fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: does not divide by {world_size} ranks; "
-         f"{f'{near} or ' if near else ''}{near + world_size} would")
-micro_steps = gradient_accumulation_steps // world_size  # on this rank
+micro_steps = runtime.micro_steps_of(gradient_accumulation_steps, world_size)  # on this rank
 rows_per_step = batch_size * gradient_accumulation_steps
 compute_dtype = runtime.pick_dtype(dtype, compute_device)
 if check_health and world_size > 1:
@@ -239,7 +235,8 @@ except ValueError as error:
 # model
 model_args = {**checkpoint["model_args"], "dropout": dropout}
 orig_model = GPT(GPTConfig(**model_args))
-orig_model.load_state_dict(checkpoint["model"])
+if not resuming:  # a resumed run's weights come with its optimizer's state, below
+    orig_model.load_state_dict(checkpoint["model"])
 orig_model.recompute = recompute
 
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
@@ -262,22 +259,11 @@ else:
 eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else nullcontext
 
 optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
-
-
-def load_state(checkpoint):
-    """Puts the weights and the optimizer's state of a checkpoint in place."""
-    if fsdp:
-        runtime.load_full_state(orig_model, optimizer, checkpoint["model"], checkpoint["optimizer"])
-    else:
-        orig_model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-
-
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
 if resuming:
-    load_state(checkpoint)
+    runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
         group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
@@ -313,24 +299,9 @@ def sample():
     return runtime.printable(decode_chat(tokenizer, prompt[1:] + ids))
 
 
-def score_task(task):
-    """Scores the model as it is now on some problems of a task, at the end of the run on all, and logs it."""
-    try:
-        with autocast, eager():
-            result = score(orig_model, tokenizer, "chat", evenly(problems[task], eval_problems if iter_num < max_iters else None),
-                           batch_size, rank=0 if fsdp else rank, world_size=1 if fsdp else world_size)
-    except ValueError as error:
-        runtime.print_once(f"{task}: no score: {error}")
-        return
-    if rank == 0:
-        print(f"step {iter_num}: {result_line(task, result)}", flush=True)
-        figures = {f"{task}_{key}": result[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n") if key in result}
-        runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
-
-
 def save():
     """Begins to write a checkpoint -> a future, to be waited for before a weight changes: evaluation goes on meanwhile."""
-    weights, state = runtime.full_state(orig_model, optimizer) if fsdp else (orig_model.state_dict(), optimizer.state_dict())
+    weights, state = runtime.get_state(orig_model, optimizer, fsdp)
     if rank > 0:
         return pool.submit(bool, True)
     keep_as = f"ckpt_{iter_num}.pt" if keep_interval and iter_num % keep_interval == 0 else None
@@ -352,7 +323,7 @@ def saved(saving):
 def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
     checkpoint = runtime.load_checkpoint(out_dir)
-    load_state(checkpoint)
+    runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     if scaler.is_enabled():
         scaler.load_state_dict(checkpoint["scaler"])
     return checkpoint["iter_num"]
@@ -430,8 +401,14 @@ while True:
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
         if sample_tokens and (rank == 0 or fsdp):
             runtime.print_once(f"----- sample\n{sample()}\n-----")
-        for task in problems:
-            score_task(task)
+        for task in problems:  # some of each task, at the end of the run all
+            with autocast, eager():
+                line, figures = score_for_log(task, orig_model, tokenizer, "chat",
+                                              evenly(problems[task], eval_problems if iter_num < max_iters else None), batch_size,
+                                              rank=0 if fsdp else rank, world_size=1 if fsdp else world_size)
+            runtime.print_once(f"step {iter_num}: {line}")
+            if rank == 0 and figures:
+                runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
         if saving and saved(saving):
             saved_at = iter_num
             if val_loss == best_val_loss and rank == 0:

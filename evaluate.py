@@ -345,6 +345,19 @@ def result_line(task, result):
             + (f" ({result['cut']} longer than the model's positions: their beginning is lost)" if result["cut"] else ""))
 
 
+def score_for_log(task, model, tokenizer, stage, problems, batch_size, rank, world_size):
+    """
+    `score`, for the training loops -> the line to print and the figures to log. A model whose logits are not finite has no score,
+    which is no reason to stop.
+    """
+    try:
+        result = score(model, tokenizer, stage, problems, batch_size, rank=rank, world_size=world_size)
+    except ValueError as error:
+        return f"{task}: no score: {error}", {}
+    return result_line(task, result), {f"{task}_{key}": result[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n")
+                                       if key in result}
+
+
 if __name__ == "__main__":
     checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in
     tasks: Optional[str] = None  # hellaswag,arc_easy,arc_challenge,mmlu,gsm8k, or some of them; empty: none; None: all there are

@@ -222,11 +222,22 @@ def shard(model, device, dtype, compile_options=None):
     register_fsdp_forward_method(model, "hidden_states")
 
 
-def full_state(model, optimizer):
+def micro_steps_of(gradient_accumulation_steps, world_size):
+    """The micro-batches that each rank takes of a step's; a number that cannot be shared out is refused."""
+    if gradient_accumulation_steps % world_size:
+        near = gradient_accumulation_steps // world_size * world_size
+        fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: does not divide by {world_size} ranks; "
+             f"{f'{near} or ' if near else ''}{near + world_size} would")
+    return gradient_accumulation_steps // world_size
+
+
+def get_state(model, optimizer, sharded):
     """
-    The state dicts of a sharded model and its optimizer as those of a whole one, on the CPU of rank 0 and nowhere else. Called by
-    all ranks together.
+    The state dicts of a model and its optimizer. Those of a sharded one as of a whole one, on the CPU of rank 0 and nowhere else;
+    it is called by all ranks together.
     """
+    if not sharded:
+        return model.state_dict(), optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, theirs = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
@@ -237,8 +248,13 @@ def full_state(model, optimizer):
                      "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in theirs["param_groups"]]}
 
 
-def load_full_state(model, optimizer, weights, state):
-    """The reverse of full_state, from a checkpoint that every rank has read."""
+def load_state(model, optimizer, checkpoint, sharded):
+    """The reverse of get_state, from a checkpoint that every rank has read."""
+    weights, state = checkpoint["model"], checkpoint["optimizer"]
+    if not sharded:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, weights, options=options)

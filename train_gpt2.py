@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import runtime
 from configurator import configure, expect_range, fail
-from evaluate import evenly, load_problems, result_line, score, task_names, validation_loss
+from evaluate import evenly, load_problems, score_for_log, task_names, validation_loss
 from model import GPT, GPTConfig
 from optim import check_schedule, get_lr, new_optimizer
 from prepare_data import END_OF_TEXT, Windows, get_tokenizer, padded_vocab_size, read_meta, rows_to_windows, token_bytes
@@ -141,11 +141,7 @@ if keep_interval % eval_interval:
     fail(f"--keep_interval={keep_interval}: checkpoints are saved every --eval_interval={eval_interval} steps: expected a multiple of it")
 
 rank, world_size, compute_device = runtime.init_process(device)
-if gradient_accumulation_steps % world_size:
-    near = gradient_accumulation_steps // world_size * world_size
-    fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: does not divide by {world_size} ranks; "
-         f"{f'{near} or ' if near else ''}{near + world_size} would")
-micro_steps = gradient_accumulation_steps // world_size  # on this rank
+micro_steps = runtime.micro_steps_of(gradient_accumulation_steps, world_size)  # on this rank
 rows_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = rows_per_step * max_seq_len
 compute_dtype = runtime.pick_dtype(dtype, compute_device)
@@ -209,7 +205,7 @@ except ValueError as error:
 model_args = asdict(orig_model.config)
 if max_seq_len > model_args["max_seq_len"]:
     fail(f"--max_seq_len={max_seq_len}: the model in {init_from} has {model_args['max_seq_len']} positions; give at most that")
-if checkpoint:
+if checkpoint and not resuming:  # a resumed run's weights come with its optimizer's state, below
     orig_model.load_state_dict(checkpoint["model"])
 orig_model.recompute = recompute
 
@@ -233,22 +229,11 @@ else:
 eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else nullcontext
 
 optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
-
-
-def load_state(checkpoint):
-    """Puts the weights and the optimizer's state of a checkpoint in place."""
-    if fsdp:
-        runtime.load_full_state(orig_model, optimizer, checkpoint["model"], checkpoint["optimizer"])
-    else:
-        orig_model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-
-
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
 if resuming:
-    load_state(checkpoint)
+    runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
         group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
@@ -285,24 +270,9 @@ def sample():
     return runtime.printable(tokenizer.decode(ids[1:]).removesuffix(END_OF_TEXT))
 
 
-def score_task(task):
-    """Scores the model as it is now on some problems of a task, at the end of the run on all, and logs it."""
-    try:
-        with autocast, eager():
-            result = score(orig_model, tokenizer, "base", evenly(problems[task], eval_problems if iter_num < max_iters else None),
-                           batch_size, rank=0 if fsdp else rank, world_size=1 if fsdp else world_size)
-    except ValueError as error:
-        runtime.print_once(f"{task}: no score: {error}")
-        return
-    if rank == 0:
-        print(f"step {iter_num}: {result_line(task, result)}", flush=True)
-        figures = {f"{task}_{key}": result[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n") if key in result}
-        runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
-
-
 def save():
     """Begins to write a checkpoint -> a future, to be waited for before a weight changes: evaluation goes on meanwhile."""
-    weights, state = runtime.full_state(orig_model, optimizer) if fsdp else (orig_model.state_dict(), optimizer.state_dict())
+    weights, state = runtime.get_state(orig_model, optimizer, fsdp)
     if rank > 0:
         return pool.submit(bool, True)
     keep_as = f"ckpt_{iter_num}.pt" if keep_interval and iter_num % keep_interval == 0 else None
@@ -324,7 +294,7 @@ def saved(saving):
 def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
     checkpoint = runtime.load_checkpoint(out_dir)
-    load_state(checkpoint)
+    runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     if scaler.is_enabled():
         scaler.load_state_dict(checkpoint["scaler"])
     return checkpoint["iter_num"]
@@ -406,8 +376,14 @@ while True:
             picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
         if sample_tokens and iter_num > 0 and (rank == 0 or fsdp):
             runtime.print_once(f"----- sample\n{sample()}\n-----")
-        for task in problems:
-            score_task(task)
+        for task in problems:  # some of each task, at the end of the run all
+            with autocast, eager():
+                line, figures = score_for_log(task, orig_model, tokenizer, "base",
+                                              evenly(problems[task], eval_problems if iter_num < max_iters else None), batch_size,
+                                              rank=0 if fsdp else rank, world_size=1 if fsdp else world_size)
+            runtime.print_once(f"step {iter_num}: {line}")
+            if rank == 0 and figures:
+                runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
         if saving and saved(saving):
             saved_at = iter_num
             if val_loss == best_val_loss and rank == 0:

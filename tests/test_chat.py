@@ -19,7 +19,7 @@ from model import GPT, GPTConfig, IGNORE, packed
 from prepare_data import (best_fit, chat_fault, chat_rows, chat_tokens, decode_chat, fit_conversation, get_tokenizer,
                           parse_mixture, python_conversations, render_chat)
 from test_model import VARIANTS, new_gpt
-from test_train import load, same
+from test_train import check_compiled, load, same
 
 BYTES = get_tokenizer("bytes")
 E, S, U, A, END = 256, 257, 258, 259, 260  # <|endoftext|>, <|system|>, <|user|>, <|assistant|>, <|end|>
@@ -316,11 +316,7 @@ def test_compiled_equals_eager_without_a_recompile(base, chats, tmp_path, ranks,
         output = run("chat_sft.py", *SFT, *extra, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows",
                      f"--out_dir={tmp_path / name}", f"--compile={compile}", ranks=ranks)
         assert "recompiled" not in output and ("compiled in" in output) == compile
-    eager, compiled = (read_log(tmp_path / name, "train_loss", "val_loss", "recompiles") for name in ("eager", "compiled"))
-    assert eager.keys() == compiled.keys()
-    for key, value in compiled.items():
-        assert value == 0 if key[0] == "recompiles" else value == pytest.approx(eager[key], rel=1e-3), key
-    assert not [name for name in load(tmp_path / "compiled")["model"] if name.startswith(("module.", "_orig_mod."))]
+    check_compiled(tmp_path)
     for name, compile in (("eager", True), ("compiled", False)):
         run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path / name}", f"--compile={compile}", "--max_iters=22",
             f"--chat_dir={tmp_path}/rows", ranks=ranks)

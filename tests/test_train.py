@@ -29,6 +29,15 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def check_compiled(folder):
+    """The runs folder/eager and folder/compiled have the same losses, nothing was recompiled, and the checkpoint is a plain model's."""
+    eager, compiled = (read_log(folder / name, "train_loss", "val_loss", "recompiles") for name in ("eager", "compiled"))
+    assert eager.keys() == compiled.keys()
+    for key, value in compiled.items():
+        assert value == 0 if key[0] == "recompiles" else value == pytest.approx(eager[key], rel=1e-3), key
+    assert not [name for name in load(folder / "compiled")["model"] if name.startswith(("module.", "_orig_mod."))]
+
+
 @pytest.fixture(scope="module")
 def trained(shards, tmp_path_factory):
     """One run of 20 steps that several tests look at, and what it printed."""
@@ -161,11 +170,7 @@ def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, extra, rank
         output = run("train_gpt2.py", *TINY, *extra, f"--data_dir={shards}", f"--out_dir={tmp_path / name}", f"--compile={compile}",
                      ranks=ranks)
         assert "recompiled" not in output and ("compiled in" in output) == compile
-    eager, compiled = (read_log(tmp_path / name, "train_loss", "val_loss", "recompiles") for name in ("eager", "compiled"))
-    assert eager.keys() == compiled.keys()
-    for key, value in compiled.items():
-        assert value == 0 if key[0] == "recompiles" else value == pytest.approx(eager[key], rel=1e-3), key
-    assert not [name for name in load(tmp_path / "compiled")["model"] if name.startswith(("module.", "_orig_mod."))]
+    check_compiled(tmp_path)
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/compiled", "--compile=False", "--max_iters=22")
 
 
