@@ -29,7 +29,7 @@ import runtime
 from configurator import configure, expect_range, fail
 from evaluate import evenly, load_problems, score_for_log, task_names, validation_loss
 from model import GPT, GPTConfig, IGNORE, packed
-from optim import check_schedule, get_lr, new_optimizer
+from optim import check_schedule, get_lr, new_optimizer, set_rates
 from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, rows_to_windows, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
@@ -60,13 +60,18 @@ gradient_accumulation_steps: int = 8  # micro-batches of a step, over all ranks:
 max_seq_len: Optional[int] = None  # tokens of a row; None: 2048, or the model's positions where those are fewer
 # model
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
-# AdamW
+# optimizer
+optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the hidden matrices, AdamW for the rest
 learning_rate: float = 1e-4  # peak
 epochs: float = 1.0  # passes over the rows
 max_iters: Optional[int] = None  # steps, counted from the start of the run; None: as many as the epochs take
 weight_decay: float = 0.0  # of matrices and embeddings; norms and biases have none
 beta1: float = 0.9  # of the mean of the gradients
 beta2: float = 0.95  # of the mean of their squares
+muon_lr: float = 0.002  # muon: peak of the hidden matrices; min_lr is in proportion
+embedding_lr: Optional[float] = None  # peak of the embeddings, and of a head tied to them; None: learning_rate
+head_lr: Optional[float] = None  # llama: peak of the head; None: learning_rate
+vector_lr: Optional[float] = None  # peak of biases and of norms; None: learning_rate
 grad_clip: float = 1.0  # norm to which gradients are clipped; 0: not at all
 # its schedule
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay, linear at the end
@@ -105,7 +110,7 @@ if resuming:
     if "optimizer" not in checkpoint:
         fail(f"--init_from=resume: {out_dir} holds a model without the state of its training; start a new run with "
              f"--init_from={out_dir} --out_dir=...")
-    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed"),
+    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed", "optimizer"),
                                    per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
     if "epochs" in given and "max_iters" not in given:
         config["max_iters"] = None
@@ -122,7 +127,7 @@ if max_seq_len > positions:
 # process
 expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems", "log_interval", "batch_size", "gradient_accumulation_steps")
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
-             "weight_decay", "grad_clip", "epochs", "keep_interval", "spike_loss", "spike_norm")
+             "muon_lr", "embedding_lr", "head_lr", "vector_lr", "weight_decay", "grad_clip", "epochs", "keep_interval", "spike_loss", "spike_norm")
 expect_range(config, 4, math.inf, "max_seq_len")
 expect_range(config, 1, math.inf, "max_faults")
 expect_range(config, 0, 1, "rollback_lr")
@@ -258,14 +263,12 @@ else:
 # sampling and scoring: with fsdp the blocks themselves are compiled, for their one shape, and all ranks run them together
 eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else nullcontext
 
-optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
+optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, weight_decay, embedding_lr, head_lr, vector_lr, muon_lr)
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
 if resuming:
     runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
-    for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
-        group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
@@ -365,6 +368,8 @@ if compile:
     with autocast:
         model(*inputs).backward()
     optimizer.zero_grad(set_to_none=True)
+    if config["optimizer"] == "muon":
+        optimizer.compile()
     with torch.no_grad(), autocast:
         compiled.eval()(*inputs).item()
     compiled.train()
@@ -449,8 +454,7 @@ while True:
     # step
     lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
     lr *= rollback_lr if iter_num < health["calm_until"] else 1.0
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_rates(optimizer, lr, iter_num)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf)
     grad_norm = (grad_norm.full_tensor() if fsdp else grad_norm).item()

@@ -35,6 +35,8 @@ class GPTConfig:
     n_embd: int = 768
     n_kv_head: Optional[int] = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
+    embed_norm: bool = False  # llama: RMSNorm, without weights, on the embedding, which is drawn from N(0, 1)
+    zero_init: bool = False  # the projections into the residual stream and an untied head start at zero
     intermediate_size: Optional[int] = None  # width of the MLP; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation that GPT-2 is trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -361,6 +363,9 @@ class GPT(nn.Module):
         variance does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as
         in OpenAI's code. llama: the papers do not say; the same 0.02 (transformers' initializer_range) and
         the same scaled projections.
+        zero_init: those projections and an untied head start at 0, so that the first loss is ln(V) and each block the identity
+        (Yang et al. 2022, "Tensor Programs V", appendix D.2). embed_norm: the embedding is N(0, 1): normalised, its scale does not
+        count, and only says how fast it turns under a given learning rate.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
@@ -369,8 +374,12 @@ class GPT(nn.Module):
                 nn.init.ones_(p)
             elif name.endswith("wpe.weight"):
                 nn.init.normal_(p, std=0.01)
+            elif self.config.embed_norm and name.endswith("wte.weight"):
+                nn.init.normal_(p, std=1.0)
             elif name.endswith(("c_proj.weight", "o_proj.weight", "down_proj.weight")):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
+                nn.init.normal_(p, std=0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layer))
+            elif self.config.zero_init and name == "lm_head.weight":
+                nn.init.zeros_(p)
             else:
                 nn.init.normal_(p, std=0.02)
 
@@ -399,6 +408,8 @@ class GPT(nn.Module):
         if T > self.config.max_seq_len:
             raise ValueError(f"{T} tokens: expected at most max_seq_len={self.config.max_seq_len}")
         x = self.transformer.wte(idx)  # (B, T, C)
+        if self.config.embed_norm:
+            x = F.rms_norm(x, (x.size(-1),), eps=1e-5)
         rope = None
         if self.config.arch == "gpt2":
             x = x + (self.transformer.wpe.weight[:T] if positions is None else self.transformer.wpe(positions))
@@ -543,6 +554,9 @@ def to_hf(state_dict, config):
     """
     if config.arch == "gpt2" and config.attention == "mla":
         state_dict = multiply_out(state_dict, config)
+    if config.embed_norm and "transformer.wte.weight" in state_dict:  # it acts on each row alone, so the table takes it in
+        table = state_dict["transformer.wte.weight"]
+        state_dict = {**state_dict, "transformer.wte.weight": F.rms_norm(table, (table.size(1),), eps=1e-5)}
     return rename(state_dict, config, HF_NAMES[config.arch])
 
 
@@ -684,6 +698,7 @@ def check_config(c):
     if c.arch == "gpt2":
         expect(c.n_kv_head in (None, c.n_head), "n_kv_head", "arch=gpt2 has a key and value for each head; arch=llama can share them")
         expect(not c.qk_norm, "qk_norm", "arch=gpt2 has none; arch=llama has")
+        expect(not c.embed_norm, "embed_norm", "arch=gpt2 has its embedding as head too, and has none; arch=llama has")
     else:
         expect(c.rope_theta > 0, "rope_theta", "expected a positive number")
         expect(c.n_kv_head is None or c.n_head % c.n_kv_head == 0, "n_kv_head", f"expected a divisor of n_head={c.n_head}")

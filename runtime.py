@@ -249,20 +249,23 @@ def get_state(model, optimizer, sharded):
 
 
 def load_state(model, optimizer, checkpoint, sharded):
-    """The reverse of get_state, from a checkpoint that every rank has read."""
-    weights, state = checkpoint["model"], checkpoint["optimizer"]
+    """
+    The reverse of get_state, from a checkpoint that every rank has read. The groups' settings stay those of `optimizer`: on
+    resume they may have changed.
+    """
+    weights, state, groups = checkpoint["model"], checkpoint["optimizer"]["state"], optimizer.param_groups
     if not sharded:
         model.load_state_dict(weights)
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, weights, options=options)
     named = {id(p): name for name, p in model.named_parameters()}
-    names = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]  # in the order of the numbers
+    names = [named[id(p)] for group in groups for p in group["params"]]  # in the order of the numbers
     set_optimizer_state_dict(model, optimizer, options=options, optim_state_dict={
-        "state": {names[i]: values for i, values in state["state"].items()},
-        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]})
+        "state": {names[i]: values for i, values in state.items()},
+        "param_groups": [{**group, "params": [named[id(p)] for p in group["params"]]} for group in groups]})
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -313,16 +316,18 @@ def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
         good = good and ok
         print(f"{'ok      ' if ok else 'PROBLEM '}{text}", flush=True)
 
-    losses = []
+    losses, norms = [], {}
     for step in range(steps):
         loss = model(*x_y) / targets
         loss.backward()
         losses.append(loss.item())
-        if step == 0:
+        if step == 0 and from_scratch:
             expected = math.log(model.config.vocab_size)
-            if from_scratch:
-                report(abs(losses[0] / expected - 1) < 0.05, f"the first loss is {losses[0]:.3f}; ln(vocabulary) is {expected:.3f}")
-            norms = {name: p.grad.norm().item() if p.grad is not None else 0.0 for name, p in model.named_parameters()}
+            report(abs(losses[0] / expected - 1) < 0.05, f"the first loss is {losses[0]:.3f}; ln(vocabulary) is {expected:.3f}")
+        if step < 3:  # behind a zero_init head, and then behind what writes into the residual stream, gradients come a step later
+            for name, p in model.named_parameters():
+                norms[name] = max(norms.get(name, 0.0), p.grad.norm().item() if p.grad is not None else 0.0)
+        if step == 2:
             unfed = [name for name, norm in norms.items() if norm == 0]
             typical = sorted(norms.values())[len(norms) // 2]
             vanishing = [name for name, norm in norms.items() if 0 < norm < 1e-6 * typical]

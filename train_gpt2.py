@@ -25,7 +25,7 @@ import runtime
 from configurator import configure, expect_range, fail
 from evaluate import evenly, load_problems, score_for_log, task_names, validation_loss
 from model import GPT, GPTConfig
-from optim import check_schedule, get_lr, new_optimizer
+from optim import check_schedule, get_lr, new_optimizer, set_rates
 from prepare_data import END_OF_TEXT, Windows, get_tokenizer, padded_vocab_size, read_meta, rows_to_windows, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
@@ -58,6 +58,8 @@ n_head: int = 12  # attention heads, n_embd / n_head wide each
 n_embd: int = 768  # width of the residual stream
 n_kv_head: Optional[int] = None  # llama: key/value heads; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
+embed_norm: bool = False  # llama: normalise the embedding, drawn from N(0, 1)
+zero_init: bool = False  # what writes into the residual stream, and an untied head, starts at zero
 intermediate_size: Optional[int] = None  # width of the MLP; None: 4 n_embd, for llama 8/3 n_embd
 gelu: Literal["tanh", "exact"] = "tanh"  # gpt2: GPT-2's approximation, or nanoGPT's exact one
 rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -67,12 +69,17 @@ qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query without t
 qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
 v_head_dim: Optional[int] = None  # mla: width of a head's value; None: n_embd / n_head
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
-# AdamW
+# optimizer
+optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the hidden matrices, AdamW for the rest
 learning_rate: float = 6e-4  # peak
 max_iters: int = 50000  # steps, counted from the start of the run
 weight_decay: float = 0.1  # of matrices and embeddings; norms and biases have none
 beta1: float = 0.9  # of the mean of the gradients
 beta2: float = 0.95  # of the mean of their squares
+muon_lr: float = 0.02  # muon: peak of the hidden matrices; min_lr is in proportion
+embedding_lr: Optional[float] = None  # peak of the embeddings, and of a head tied to them; None: learning_rate
+head_lr: Optional[float] = None  # llama: peak of the head; None: learning_rate
+vector_lr: Optional[float] = None  # peak of biases and of norms; None: learning_rate
 grad_clip: float = 1.0  # norm to which gradients are clipped; 0: not at all
 # its schedule
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay, linear at the end
@@ -115,7 +122,7 @@ if resuming or init_from not in ("scratch", "auto"):
             fail(f"--{name}={given[name]}: the model in {source} has {checkpoint['model_args'][name]}")
         config[name] = checkpoint["model_args"][name]
     if resuming:
-        config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "seed"),
+        config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "seed", "optimizer"),
                                        per_start=("out_dir", "init_from", "overwrite", *MODEL))
     elif "max_seq_len" not in given:
         config["max_seq_len"] = checkpoint["model_args"]["max_seq_len"]
@@ -126,7 +133,7 @@ if resuming or init_from not in ("scratch", "auto"):
 expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems", "log_interval", "batch_size", "gradient_accumulation_steps",
              "max_seq_len")
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
-             "weight_decay", "grad_clip", "keep_interval", "spike_loss", "spike_norm")
+             "muon_lr", "embedding_lr", "head_lr", "vector_lr", "weight_decay", "grad_clip", "keep_interval", "spike_loss", "spike_norm")
 expect_range(config, 1, math.inf, "max_faults")
 expect_range(config, 0, 1, "rollback_lr")
 expect_range(config, 0, 0.999999, "beta1", "beta2")
@@ -228,14 +235,12 @@ else:
 # sampling and scoring: with fsdp the blocks themselves are compiled, for their one shape, and all ranks run them together
 eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else nullcontext
 
-optimizer = new_optimizer(orig_model, learning_rate, beta1, beta2, weight_decay)
+optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, weight_decay, embedding_lr, head_lr, vector_lr, muon_lr)
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
 if resuming:
     runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
-    for group, decay in zip(optimizer.param_groups, (weight_decay, 0.0)):  # these settings may have changed
-        group["betas"], group["weight_decay"] = (beta1, beta2), decay
     if scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
@@ -339,6 +344,8 @@ if compile:
     with autocast:
         model(x, y).backward()
     optimizer.zero_grad(set_to_none=True)
+    if config["optimizer"] == "muon":
+        optimizer.compile()
     with torch.no_grad(), autocast:
         compiled.eval()(x, y).item()
     compiled.train()
@@ -423,8 +430,7 @@ while True:
     # step
     lr = get_lr(iter_num, lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
     lr *= rollback_lr if iter_num < health["calm_until"] else 1.0
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_rates(optimizer, lr, iter_num)
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf)
     grad_norm = (grad_norm.full_tensor() if fsdp else grad_norm).item()

@@ -1,5 +1,6 @@
 """The model against independent ones: transformers for the architectures, formulas written out for the loss."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,28 @@ def test_names_go_to_hugging_face_and_back(variant):
     state = gpt.state_dict()
     back = from_hf(to_hf(state, gpt.config), gpt.config)
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "llama_mla"])
+def test_a_normalised_embedding_goes_to_hugging_face_as_a_plain_one(variant):
+    gpt = new_gpt(variant, embed_norm=True)
+    plain = GPT(replace(gpt.config, embed_norm=False))
+    plain.load_state_dict(gpt.state_dict())
+    logits, table = gpt(tokens()), gpt.transformer.wte.weight
+    assert (logits - transformers_twin(gpt)(tokens()).logits).abs().max() < 1e-4
+    assert (logits - plain(tokens())).abs().max() > 0.1
+    plain.transformer.wte.weight.data = table / (table.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert (logits - plain(tokens())).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_zero_init_starts_as_the_identity(variant):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant], "zero_init": True}))
+    x = gpt.transformer.wte(tokens())
+    x = x + gpt.transformer.wpe.weight[:48] if gpt.config.arch == "gpt2" else x
+    assert torch.equal(gpt.hidden_states(tokens()), gpt.transformer.ln_f(x))
+    assert gpt.config.arch == "gpt2" or gpt(tokens(), tokens(seed=2)).item() / (2 * 48) == pytest.approx(math.log(384), rel=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,9 +1,11 @@
-"""The schedule against torch's own, and which parameters decay."""
+"""The schedule against torch's own, and which parameters decay; Muon against its formula."""
+import socket
+
 import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optim import get_lr, new_optimizer
+from optim import get_lr, new_optimizer, set_rates
 
 
 def rates(schedule, steps=101, **changes):
@@ -46,8 +48,108 @@ def test_constant_stays():
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_matrices_decay_and_norms_and_biases_do_not(arch):
     gpt = GPT(GPTConfig(arch=arch, n_layer=1, n_head=2, n_embd=8, vocab_size=16, max_seq_len=4))
-    optimizer = new_optimizer(gpt, 1e-3, 0.9, 0.95, 0.1)
+    optimizer = new_optimizer(gpt, "adamw", 1e-3, 0.9, 0.95, 0.1)
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(gpt.parameters()))
     for name, p in gpt.named_parameters():
         assert (id(p) in decayed) == (name.endswith("weight") and "ln_" not in name), name
+
+
+def small_gpt(arch, **changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**dict(arch=arch, n_layer=2, n_head=2, n_embd=16, vocab_size=32, max_seq_len=8), **changes}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_group_has_its_own_rate_and_the_schedule_moves_them_all(optimizer):
+    gpt = small_gpt("llama")
+    groups = new_optimizer(gpt, optimizer, 1e-3, 0.9, 0.95, 0.1, embedding_lr=0.1, head_lr=0.004, muon_lr=0.02)
+    set_rates(groups, 5e-4, iter_num=50)  # the schedule is at half of its peak
+    rate = {id(p): group["lr"] for group in groups.param_groups for p in group["params"]}
+    for name, p in gpt.named_parameters():
+        expected = 5e-4 if p.dim() < 2 else 0.05 if "wte" in name else 0.002 if "lm_head" in name else 0.01 if optimizer == "muon" else 5e-4
+        assert rate[id(p)] == pytest.approx(expected), name
+    momenta = [group["momentum"] for group in groups.param_groups if "momentum" in group]
+    assert momenta == ([pytest.approx(0.9)] if optimizer == "muon" else [])
+    set_rates(groups, 5e-4, iter_num=1000)
+    assert [group["momentum"] for group in groups.param_groups if "momentum" in group] == [pytest.approx(0.95)] * len(momenta)
+
+
+def orthogonalised(g):
+    """Five steps of the quintic Newton-Schulz iteration (kellerjordan.github.io/posts/muon), in float64."""
+    x = g.double() / g.double().norm()
+    x = x.T if g.size(0) > g.size(1) else x
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if g.size(0) > g.size(1) else x
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_muon_is_its_formula_on_hidden_matrices_and_adamw_elsewhere(arch, compile):
+    """Three steps with random gradients; its products are in bfloat16, hence the tolerance."""
+    gpt, twin = small_gpt(arch), small_gpt(arch)
+    optimizer = new_optimizer(gpt, "muon", 1e-3, 0.9, 0.95, 0.1, muon_lr=0.02)
+    if compile:
+        optimizer.compile()
+    hidden = {name: p for name, p in twin.named_parameters() if p.dim() == 2 and "transformer.h." in name}
+    rest = [p for name, p in twin.named_parameters() if name not in hidden]
+    adamw = torch.optim.AdamW([{"params": [p for p in rest if p.dim() == 2], "weight_decay": 0.1},
+                               {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95), fused=False)
+    momentum = {name: torch.zeros_like(p) for name, p in hidden.items()}
+    for step in range(3):
+        for p, q in zip(gpt.parameters(), twin.parameters()):
+            p.grad, q.grad = (g := torch.randn_like(p)), g.clone()
+        set_rates(optimizer, 1e-3, step)
+        optimizer.step()
+        adamw.step()
+        with torch.no_grad():
+            mu = 0.85 + 0.001 * step
+            for name, p in hidden.items():
+                momentum[name] = mu * momentum[name] + (1 - mu) * p.grad
+                update = orthogonalised(mu * momentum[name] + (1 - mu) * p.grad)  # Nesterov
+                p -= 0.02 * (0.1 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
+    for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
+        if name in hidden:  # of three updates, each with entries of about 0.02 / sqrt(16)
+            assert (p - q).abs().mean() < 0.02 * 0.02, name
+        else:
+            torch.testing.assert_close(p, q)
+
+
+def take_steps(rank, world_size, port, folder):
+    """Three Muon steps from gradients that are the same on every rank; rank 0 saves weights and state, before and after a load."""
+    if world_size > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    gpt = small_gpt("llama")
+    optimizer = new_optimizer(gpt, "muon", 1e-3, 0.9, 0.95, 0.1)
+    for step in range(4):
+        torch.manual_seed(step)
+        for p in gpt.parameters():
+            p.grad = torch.randn_like(p)
+        set_rates(optimizer, 1e-3, step)
+        optimizer.step()
+        if step == 1:  # a save, and a resume from it
+            state = optimizer.state_dict()
+            optimizer = new_optimizer(gpt, "muon", 1e-3, 0.9, 0.95, 0.1)
+            optimizer.load_state_dict(state)
+    state = optimizer.state_dict()
+    torch.save([gpt.state_dict(), state, {name: optimizer.owner[p] for name, p in gpt.named_parameters() if p in optimizer.owner}],
+               f"{folder}/{world_size}_{rank}.pt")
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+
+
+def test_ranks_that_share_out_the_orthogonalising_have_the_update_of_one(tmp_path):
+    """From identical gradients, to the last bit, on each rank; the state that is saved is whole; each rank has its share."""
+    from test_train import same
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    take_steps(0, 1, port, tmp_path)
+    torch.multiprocessing.spawn(take_steps, (2, port, tmp_path), nprocs=2)
+    one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1_0", "2_0", "2_1"))
+    assert same(one[:2], first[:2]) and same(first, second)
+    owners = list(first[2].values())
+    assert one[2] == {} and len(owners) == 14 and owners.count(0) == owners.count(1) == 7

@@ -13,6 +13,7 @@ from test_model import transformers_twin
 
 
 LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
+MUON = [*LLAMA, "--embed_norm=True", "--zero_init=True", "--optimizer=muon", "--compile=True"]
 MLA = ["--attention=mla", "--kv_lora_rank=8"]
 
 
@@ -126,13 +127,13 @@ def test_a_last_batch_that_is_not_full_counts_each_row_once(shards, tmp_path):
     assert read_log(tmp_path / "o", "val_loss")["val_loss", 0] == pytest.approx(loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("extra", [[], [*LLAMA, "--dropout=0.1"]], ids=["gpt2", "llama_dropout"])
-def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra):
+@pytest.mark.parametrize("extra, ranks", [([], 1), ([*LLAMA, "--dropout=0.1"], 1), (MUON, 2)], ids=["gpt2", "llama_dropout", "muon_two_ranks"])
+def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra, ranks):
     args = [*TINY, *extra, f"--data_dir={shards}", "--eval_interval=5", "--lr_decay_iters=20", "--sample_tokens=0"]
-    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole")
-    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=5")
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=ranks)
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=5", ranks=ranks)
     for stop in (15, 20):  # no setting but these is repeated: the others come from the checkpoint
-        output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}")
+        output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}", ranks=ranks)
         assert "changed on resume: max_iters" in output
     whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
     for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss"):

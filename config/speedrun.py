@@ -1,0 +1,16 @@
+# The recipe that gets to a loss soonest; each choice in it is measured, see the README
+arch = "llama"
+qk_norm = True
+embed_norm = True
+zero_init = True
+optimizer = "muon"
+muon_lr = 0.02
+learning_rate = 0.01
+embedding_lr = 0.2
+head_lr = 0.005
+weight_decay = 0.0
+grad_clip = 0.0
+warmup_iters = 0
+lr_schedule = "wsd"
+wsd_decay_frac = 0.6
+min_lr = 0.0
