@@ -295,18 +295,36 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(base, chats, sft,
     assert not [name for name in load(tmp_path / "two")["model"] if name.startswith(("module.", "_orig_mod."))]
 
 
-@pytest.mark.parametrize("extra", [[], ["--pack=False", "--dropout=0.1"]], ids=["packed", "unpacked_dropout"])
-def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra):
+@pytest.mark.parametrize("extra, ranks", [([], 1), (["--pack=False", "--dropout=0.1"], 1), (["--optimizer=muon", "--compile=True"], 2)],
+                         ids=["packed", "unpacked_dropout", "muon_compiled_two_ranks"])
+def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra, ranks):
     args = [*SFT, *extra, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", "--eval_interval=5",
             "--lr_decay_iters=20", "--sample_tokens=0"]
-    run("chat_sft.py", *args, f"--out_dir={tmp_path}/whole")
-    run("chat_sft.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=5")
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/whole", ranks=ranks)
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=5", ranks=ranks)
     for stop in (15, 20):  # the rows are made anew once
-        run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}", f"--chat_dir={tmp_path}/rows{stop}")
+        run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}", f"--chat_dir={tmp_path}/rows{stop}",
+            ranks=ranks)
     whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
     for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss"):
         assert same(whole[key], parts[key]), key
     assert read_log(tmp_path / "whole", "train_loss", "val_loss") == read_log(tmp_path / "parts", "train_loss", "val_loss")
+
+
+@pytest.mark.parametrize("extra", [[], ["--optimizer=muon"]], ids=["adamw", "muon"])
+def test_a_sharded_model_is_tuned_as_the_whole_one(base, chats, tmp_path, extra):
+    """Losses, the answer that is shown, and a checkpoint that goes on whole. Muon rounds its matrices to bfloat16, hence its tolerance."""
+    args = [*SFT, *extra, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows"]
+    outputs = [run("chat_sft.py", *args, f"--out_dir={tmp_path}/whole"),
+               run("chat_sft.py", *args, f"--out_dir={tmp_path}/sharded", "--fsdp=True", ranks=2)]
+    whole, sharded = (read_log(tmp_path / name, "train_loss", "val_loss", "recompiles") for name in ("whole", "sharded"))
+    assert whole.keys() == sharded.keys()
+    for key, value in whole.items():
+        assert sharded[key] == pytest.approx(value, abs=5e-3 if extra else 1e-4), key
+    samples = [output.split("----- sample")[1].split("-----")[0] for output in outputs]
+    assert samples[0] == samples[1]
+    assert load(tmp_path / "whole")["model"].keys() == load(tmp_path / "sharded")["model"].keys()
+    run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/sharded", "--fsdp=False", "--max_iters=22", f"--chat_dir={tmp_path}/rows")
 
 
 @pytest.mark.parametrize("ranks, extra", [(1, []), (2, ["--pack=False"])], ids=["packed", "unpacked_two_ranks"])
