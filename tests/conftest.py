@@ -1,8 +1,11 @@
 """Shared by all tests: the scripts on the path, started as a user starts them, and small data to start them on."""
 import json
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
 from prepare_data import get_tokenizer, padded_vocab_size, shard_header  # noqa: E402
 
@@ -63,15 +67,50 @@ TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_seq_len=32", "--batch
         "--sample_tokens=8", "--device=cpu", "--dtype=float32", "--compile=False"]
 
 
+# Python takes 5 seconds to import torch and its compiler, which most of these tests would spend most of their time on. So one
+# process imports them and does nothing else, and each script is run in a fork of it.
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot"])
+
+
+def run_forked(script, args, cwd, output):
+    """In the fork: what python SCRIPT ARGS does, both streams into the file `output`."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2))
+    os.chdir(cwd)
+    sys.argv = [script, *args]
+    code = 0
+    try:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Exception:
+            code = 1
+            sys.excepthook(*sys.exc_info())
+    except SystemExit as end:  # from the script, or from its excepthook
+        code = end.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def run(script, *args, ranks=1, code=0, env=None, cwd=None):
-    """Starts a script as a user would, under torchrun for more than one rank. -> what it printed, both streams."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*launcher, str(ROOT / script), *map(str, args)], capture_output=True, text=True, errors="replace",
-                          cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, timeout=600)
-    output = done.stdout + done.stderr
-    assert done.returncode == code, f"exit code {done.returncode}, expected {code}\n{output[-4000:]}"
+    """Runs a script as a user would start it, under torchrun for more than one rank. -> what it printed, both streams."""
+    args = [str(ROOT / script), *map(str, args)]
+    if ranks == 1 and not env and script != "prepare_data.py":
+        with tempfile.NamedTemporaryFile(mode="r", errors="replace") as file:
+            process = forked.Process(target=run_forked, args=(args[0], args[1:], str(cwd or os.getcwd()), file.name))
+            process.start()
+            process.join(600)
+            assert not process.is_alive(), f"still running after 600 seconds\n{file.read()[-4000:]}"
+            output, returned = file.read(), process.exitcode
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        done = subprocess.run([sys.executable, *torchrun, *args], capture_output=True, text=True, errors="replace", cwd=cwd,
+                              env={**os.environ, **(env or {})}, timeout=600)
+        output, returned = done.stdout + done.stderr, done.returncode
+    assert returned == code, f"exit code {returned}, expected {code}\n{output[-4000:]}"
     return output
 
 
