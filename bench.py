@@ -1,5 +1,5 @@
 """
-How fast is this machine: training, chat tuning, the head's loss, data parallelism, decoding, data preparation.
+How fast is this machine: training, chat tuning, the head's loss, data parallelism, data preparation, decoding.
 
     python bench.py                                             # all of it, one table after another
     python bench.py --what=train,decode --nanogpt=../nanoGPT    # against a checkout of nanoGPT, which is the first row then
@@ -8,7 +8,7 @@ How fast is this machine: training, chat tuning, the head's loss, data paralleli
     python bench.py --profile=True                              # where a step of train_gpt2.py spends its time
 
 It times what the scripts run: train_gpt2.py, chat_sft.py and prepare_data.py are started and their own figures read; decoding
-is the model's generate. Variants take turns, round after round, and each ratio is the median over the rounds of the ratio to the
+is the model's generate. Variants take turns, round after round; figures are medians over the rounds, and so is each ratio to the
 reference, the first row, in the same round: a machine whose speed drifts changes the figures more than the ratios.
 """
 import importlib.util
@@ -47,53 +47,82 @@ nanogpt: Optional[str] = None  # train, decode: a checkout of nanoGPT, the refer
 rounds: Optional[int] = None  # times each variant has its turn; None: 3, on GPUs, whose speed drifts less, 2
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-compile: bool = True  # train, loss, ddp: torch.compile
+compile: bool = True  # torch.compile; chat: against none
 train_args: Optional[str] = None  # train, loss, ddp: flags of train_gpt2.py; None: GPT-2 124M on GPUs, 6 layers of 384 on CPUs, 16 rows
 train_iters: int = 15  # train, chat: steps a round, the first of them not counted; ddp: a third of them
 chat_args: Optional[str] = None  # chat: settings of chat_sft.py; None: 4 rows of 1024 to GPT-2 124M on GPUs, of 512 to 30M on CPUs
 context: int = 1024  # decode: tokens in the cache when the timed ones come
 new_tokens: int = 64  # decode: timed tokens a round
 prep_files: Optional[str] = None  # prep: texts, as --files of prepare_data.py, for the gpt2 tokenizer against tiktoken alone
-profile: bool = False  # instead of tables: a trace of the last 3 steps of train_gpt2.py, of the first of the variants
-one_loss: Optional[Literal["full", "recompute", "ours", "torch"]] = None  # how bench.py starts itself for a row of the loss table
+profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py, of the first of the variants, into trace.json
+one_loss: Optional[Literal["ours", "full", "recompute", "torch"]] = None  # how bench.py starts itself for a row of the loss table
 config, given = configure(globals())
 
 SCRIPTS = Path(__file__).resolve().parent
+TABLES = ("train", "chat", "loss", "ddp", "prep", "decode")
+wanted = TABLES if what == "all" else [part.strip() for part in what.split(",")]
+if not set(wanted) <= set(TABLES):
+    fail(f"--what={what}: expected all, or some of {', '.join(TABLES)}")
 names = [name.strip() for name in variants.split(",")]
 for name in names:
     if name.partition("+")[0] not in ("gpt2", "llama") or name.partition("+")[2] not in ("", "mla"):
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
-for part in what.split(","):
-    if part.strip() not in ("all", "train", "chat", "loss", "ddp", "prep", "decode"):
-        fail(f"--what={what}: {part!r} is none of all, train, chat, loss, ddp, prep, decode")
 if nanogpt is not None and not (Path(nanogpt) / "train.py").is_file():
     fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
 expect_range(config, 1, math.inf, "rounds", "context")
 expect_range(config, 5 if profile else 2, math.inf, "train_iters", "new_tokens")
 _, _, compute_device = runtime.init_process(device)
+compute_dtype = runtime.pick_dtype(dtype, compute_device)
 on_gpu = compute_device.type == "cuda"
 rounds = rounds or (2 if on_gpu else 3)
-compute_dtype = runtime.pick_dtype(dtype, compute_device)
 rows = ["nanoGPT"] * (nanogpt is not None) + names
 
 # the size of train, loss and ddp
-size = ["--batch_size=16", *(train_args or ("" if on_gpu else "--n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256")).split()]
-shape = {key: getattr(GPTConfig(), key) for key in ("n_layer", "n_head", "n_embd", "max_seq_len")}
+size = (train_args or "--batch_size=16" + ("" if on_gpu else " --n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256")).split()
+shape = {"batch_size": 16, **{key: getattr(GPTConfig(), key) for key in ("n_layer", "n_head", "n_embd", "max_seq_len")}}
 for flag in size:
-    key, _, value = flag.removeprefix("--").partition("=")
-    if not re.fullmatch(r"--\w+=.*", flag) or (key in shape or key == "batch_size") and not value.isdigit():
+    key, equals, value = flag.removeprefix("--").partition("=")
+    if not flag.startswith("--") or not equals or key in shape and not value.isdigit():
         fail(f"--train_args={train_args}: {flag!r}: expected flags of train_gpt2.py, --name=value, with spaces between")
-    shape |= {key: int(value)} if key in shape or key == "batch_size" else {}
+    shape |= {key: int(value)} if key in shape else {}
 tokens_per_batch = shape["batch_size"] * shape["max_seq_len"]
 
 
-def settings_of(name):
-    arch, _, attention = name.partition("+")
-    return dict(arch=arch, attention=attention or "mha")
+# ---------------------------------------------------------------------------------------------------
+# turns and tables
+
+def take_turns(table, labels, measure, warm_up=0):
+    """measure(label) -> figures, a dict, of each label in each round -> {label: [figures, ...]}; rounds of warm_up are left out."""
+    found = {label: [] for label in labels}
+    for i in range(1 - warm_up, rounds + 1):
+        for label in labels:
+            print(f"\r{f'{table}, round {i} of {rounds}: {label}':60}", end="", file=sys.stderr, flush=True)
+            figures = measure(label)
+            found[label] += [figures] if i > 0 else []
+    print("\r" + 60 * " ", end="\r", file=sys.stderr, flush=True)
+    return found
 
 
-def progress(*words):
-    print("\r" + " ".join(map(str, words)).ljust(50), end="", file=sys.stderr, flush=True)
+def cell(found, label, key, form=",.0f", to=None):
+    """The median over the rounds of a figure, or of its ratio to that of the label `to`; a dash where there is none."""
+    values = [figures.get(key) for figures in found[label]]
+    if to is not None:
+        values = [a / b if a and b else None for a, b in zip(values, (figures.get(key) for figures in found.get(to, [])))]
+    values = [value for value in values if value is not None]
+    if not values or isinstance(values[-1], str):
+        return values[-1] if values else "-"
+    return format(statistics.median(values), form)
+
+
+def print_table(title, found, columns, *more, labels={}):
+    """columns: head, key of the figures, and what else `cell` takes. more: lines that are ready. labels: how they are called."""
+    lines = [["", *(head for head, *_ in columns)]]
+    lines += [[labels.get(label, str(label)), *(cell(found, label, *column[1:]) for column in columns)] for label in found]
+    lines += more
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    print(title)
+    for label, *cells in lines:
+        print(label.ljust(widths[0]) + "".join(text.rjust(width + 2) for text, width in zip(cells, widths[1:])), flush=True)
 
 
 def start(name, command, **options):
@@ -105,165 +134,134 @@ def start(name, command, **options):
     return done.stdout
 
 
-def cell(value, form=",.0f"):
-    return "-" if value is None else format(value, form)
-
-
-def print_table(title, heads, lines):
-    """lines: a label and the cells of each."""
-    lines = [["", *heads], *lines]
-    widths = [max(map(len, column)) + 2 for column in zip(*lines)]
-    print(f"\r{title}", *(line[0].ljust(widths[0]) + "".join(text.rjust(width) for text, width in zip(line[1:], widths[1:]))
-                          for line in lines), "", sep="\n", flush=True)
-
-
-def median_ratio(a, b):
-    return statistics.median(x / y for x, y in zip(a, b))
-
-
 # ---------------------------------------------------------------------------------------------------
 # the loops, as processes
+
+SHORT = "--eval_iters=1", "--sample_tokens=0", "--log_interval=1", "--warmup_iters=0", "--gradient_accumulation_steps=1"
+
+
+def flags_of(name):
+    arch, _, attention = name.partition("+")
+    return f"--arch={arch}", f"--attention={attention or 'mha'}"
+
 
 def write_shards(folder):
     """Random tokens as our shards, and as nanoGPT's train.bin and val.bin."""
     tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype="<u2").tobytes()
     for split in ("train", "val"):
-        (Path(folder) / f"{split}_000000.bin").write_bytes(shard_header(len(tokens) // 2) + tokens)
-        (Path(folder) / f"{split}.bin").write_bytes(tokens)
-    (Path(folder) / "meta.json").write_text(json.dumps({"tokenizer": "gpt2", "vocab_size": 50304}))
+        Path(folder, f"{split}_000000.bin").write_bytes(shard_header(len(tokens) // 2) + tokens)
+        Path(folder, f"{split}.bin").write_bytes(tokens)
+    Path(folder, "meta.json").write_text(json.dumps({"tokenizer": "gpt2", "vocab_size": 50304}))
 
 
-def time_steps(folder, name, script, *flags, steps=train_iters, where=device, ranks=0):
-    """
-    Starts a training script, under torchrun for ranks > 0 -> its log of each step but the first, and the seconds it compiled: from
-    nothing when this name comes for the first time, from what that left in its cache later.
-    """
+def with_cache(folder, name):
+    """An environment whose compiler finds nothing when this name comes for the first time, and its own graphs later: cold, then warm."""
+    cache = f"{folder}/cache-{name}"
+    return {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, "warm" if os.path.exists(cache) else "cold"
+
+
+def time_steps(folder, name, script, *flags, steps=train_iters, ranks=0):
+    """Starts a training script, under torchrun for ranks > 0 -> figures from its log, medians over all steps but the first."""
+    env, cache = with_cache(folder, name)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    start(script, [sys.executable, *torchrun, SCRIPTS / script, "--eval_iters=1", "--sample_tokens=0", "--log_interval=1", "--warmup_iters=0",
-                   *flags, f"--max_iters={steps}", f"--dtype={compute_dtype}", f"--device={where}", f"--out_dir={folder}/out"],
-          env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache-{name}", **({"OMP_NUM_THREADS": "1"} if ranks and not on_gpu else {})})
+    if ranks and not on_gpu:
+        env["OMP_NUM_THREADS"] = "1"
+    start(script, [sys.executable, *torchrun, SCRIPTS / script, *SHORT, *flags, f"--max_iters={steps}", f"--dtype={compute_dtype}",
+                   f"--device={compute_device.type if ranks else device}", f"--out_dir={folder}/out"], env=env)
     log = [json.loads(line) for line in Path(folder, "out", "log.jsonl").read_text().splitlines()]
     shutil.rmtree(f"{folder}/out")  # checkpoints of some GB
-    compiling = next((entry["seconds"] for entry in log if entry.get("event") == "compiled"), None)
-    return [entry for entry in log if "tok_per_sec" in entry][1:], compiling
+    compiling = [entry["seconds"] for entry in log if entry.get("event") == "compiled"]
+    log = [entry for entry in log if "tok_per_sec" in entry][1:]
+    return {**log[-1], **{key: statistics.median(entry[key] for entry in log) for key in ("tok_per_sec", "mfu", "wait")},
+            cache: compiling[0] if compiling else None}
 
 
 # runs nanoGPT's train.py, then says what memory it took, as our loops do
 NANOGPT = """
 import runpy, sys, torch
-script, scripts = sys.argv.pop(1), sys.argv.pop(1)
-runpy.run_path(script, run_name="__main__")
+scripts = sys.argv.pop(1)
+runpy.run_path("train.py", run_name="__main__")
 del sys.modules["model"]  # ours has the same name
 sys.path[0] = scripts
 import runtime
-print("peak_mem_mb", runtime.peak_memory_mb(torch.device(sys.argv[1].partition("=")[2])))
+print("peak_mem_mb", runtime.peak_memory_mb(torch.device(sys.argv[1].removeprefix("--device="))))
 """
 
 
 def time_nanogpt(folder):
-    """Starts nanoGPT's train.py for the same steps -> what time_steps returns. Its first iteration's time is the seconds it compiled."""
-    sizes = [f"--{key}={value}" for key, value in {**shape, "block_size": shape["max_seq_len"]}.items() if key != "max_seq_len"]
-    flags = [f"--device={compute_device}", *sizes, f"--compile={compile}", "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1",
-             "--wandb_log=False", "--always_save_checkpoint=False", f"--max_iters={train_iters - 1}", f"--dataset={folder}", f"--out_dir={folder}/out"]
-    output = start("nanoGPT's train.py", [sys.executable, "-c", NANOGPT, "train.py", SCRIPTS, *flags], cwd=nanogpt,
-                   env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache-nanoGPT"})
+    """Starts nanoGPT's train.py on the same sizes -> figures as above. Its first iteration's time is what it takes to compile."""
+    sizes = [f"--{key.replace('max_seq_len', 'block_size')}={value}" for key, value in shape.items()]
+    env, cache = with_cache(folder, "nanoGPT")
+    output = start("nanoGPT's train.py", [
+        sys.executable, "-c", NANOGPT, SCRIPTS, f"--device={compute_device}", *sizes, f"--compile={compile}",
+        "--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1", "--wandb_log=False", "--always_save_checkpoint=False",
+        f"--max_iters={train_iters - 1}", f"--dataset={folder}", f"--out_dir={folder}/out"], cwd=nanogpt, env=env)
     seconds = [float(ms) / 1000 for ms in re.findall(r"^iter \d+: .* time ([\d.]+)ms", output, re.MULTILINE)]
-    memory = re.search(r"^peak_mem_mb ([\d.]+)", output, re.MULTILINE)
     if len(seconds) < 2:
-        fail(f"--nanogpt={nanogpt}: its train.py printed no 'iter N: loss .., time ..ms' lines: {output[-300:]}")
+        fail(f"--nanogpt={nanogpt}: its train.py printed no lines like 'iter 1: loss .., time ..ms': {output[-300:]}")
+    step, memory = statistics.median(seconds[1:]), re.search(r"^peak_mem_mb ([\d.]+)", output, re.MULTILINE)
     with torch.device("meta"):
-        flops = GPT(GPTConfig(**{key: value for key, value in shape.items() if key != "batch_size"})).flops_per_token(shape["max_seq_len"])
-    speeds = [tokens_per_batch / s for s in seconds[1:]]
-    return [{"tok_per_sec": speed, "mfu": speed * flops / matmul, "peak_mem_mb": memory and float(memory[1])} for speed in speeds], \
-        seconds[0] - statistics.median(seconds[1:]) if compile else None
+        gpt = GPT(GPTConfig(**{key: value for key, value in shape.items() if key != "batch_size"}))
+    return {"tok_per_sec": tokens_per_batch / step, "mfu": tokens_per_batch / step * gpt.flops_per_token(shape["max_seq_len"]) / matmul,
+            "peak_mem_mb": float(memory[1]) if memory else None, cache: seconds[0] - step if compile else None}
 
 
 def bench_train(folder):
-    speed, compiling, last = {name: [] for name in rows}, {name: [] for name in rows}, {}
-    for i in range(rounds):
-        for name in rows:
-            progress(f"train, round {i + 1} of {rounds}:", name)
-            if name == "nanoGPT":
-                steps, seconds = time_nanogpt(folder)
-            else:
-                flags = [f"--{key}={value}" for key, value in settings_of(name).items()]
-                steps, seconds = time_steps(folder, name, "train_gpt2.py", *flags, "--gradient_accumulation_steps=1", *size,
-                                            f"--compile={compile}", f"--data_dir={folder}")
-            speed[name].append(statistics.median(step["tok_per_sec"] for step in steps))
-            compiling[name].append(seconds)
-            last[name] = {**steps[-1], **{key: statistics.median(step[key] for step in steps) for key in ("mfu", "wait") if key in steps[0]}}
-    memory = {name: last[name]["peak_mem_mb"] for name in rows}
-    print_table(
-        f"training: train_gpt2.py {' '.join(size)} --compile={compile}; cold: compiled from nothing, warm: from a cache; MFU is against "
-        f"{matmul / 1e12:.2f} TFLOP/s" + ("; nanoGPT: the same sizes, else its own settings, its compile seconds with the first two "
-                                          "batches of validation" if nanogpt else ""),
-        ["tokens/s", "ratio", "MFU", "peak MB", "ratio", "cold s", "warm s", "waiting for data", "recompiles"],
-        [[name, cell(statistics.median(speed[name])), cell(median_ratio(speed[name], speed[rows[0]]), ".2f"), cell(last[name]["mfu"], ".1%"),
-          cell(memory[name]), cell(memory[name] / memory[rows[0]] if memory[name] and memory[rows[0]] else None, ".2f"), *cold_warm(compiling[name]),
-          cell(last[name].get("wait"), ".2%"), cell(last[name].get("recompiles"))] for name in rows])
+    def measure(name):
+        if name == "nanoGPT":
+            return time_nanogpt(folder)
+        return time_steps(folder, name, "train_gpt2.py", *flags_of(name), *size, f"--compile={compile}", f"--data_dir={folder}")
 
-
-def cold_warm(seconds):
-    """Two cells of the seconds compiled in each round: those of the first, and the median of the others."""
-    return cell(seconds[0], ".1f"), cell(statistics.median(seconds[1:]) if seconds[1:] and seconds[0] is not None else None, ".1f")
+    found = take_turns("train", rows, measure)
+    print_table(f"training: train_gpt2.py {' '.join(size)} --compile={compile}; MFU is against {matmul / 1e12:.2f} TFLOP/s; compiling from "
+                "nothing (cold) and from a cache (warm)"
+                + "\nnanoGPT: the same sizes, else its own settings; its seconds to compile hold two batches of validation" * bool(nanogpt),
+                found, [("tokens/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", rows[0]), ("MFU", "mfu", ".1%"),
+                        ("peak MB", "peak_mem_mb"), ("ratio", "peak_mem_mb", ".2f", rows[0]), ("cold s", "cold", ".1f"),
+                        ("warm s", "warm", ".1f"), ("waits for data", "wait", ".2%"), ("recompiles", "recompiles")])
 
 
 # chat tuning, compiled against not: the gain is to be 1.3 at least, compiling 60 s and 10 % of memory at most
 def bench_chat(folder):
-    model_size = dict() if on_gpu else dict(n_layer=6, n_head=6, n_embd=384)
-    flags = (chat_args or f"--max_seq_len={1024 if on_gpu else 512} --gradient_accumulation_steps=1").split()
+    flags = (chat_args or f"--max_seq_len={1024 if on_gpu else 512}").split()
     torch.manual_seed(0)
-    gpt = GPT(GPTConfig(**model_size))
-    n_params = sum(p.numel() for p in gpt.parameters())
-    runtime.save_checkpoint(f"{folder}/base", {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "config": {}, "tokenizer": "gpt2",
-                                               "stage": "base", "iter_num": 0, "val_loss": 0.0, "val_iter": 0})
-    del gpt
+    gpt = GPT(GPTConfig(**({} if on_gpu else dict(n_layer=6, n_head=6, n_embd=384))))
+    runtime.save_checkpoint(f"{folder}/base", {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "config": {}, "stage": "base",
+                                               "tokenizer": "gpt2", "iter_num": 0, "val_loss": 0.0, "val_iter": 0})
     rng = np.random.default_rng(0)
     with open(f"{folder}/chats.jsonl", "w") as f:
         for length in rng.lognormal(4, 0.7, 2000).astype(int) + 1:  # answers of 55 words in the median
-            messages = [{"role": "user", "content": "word " * int(length // 2 + 1)}, {"role": "assistant", "content": "word " * int(length)}]
-            f.write(json.dumps({"messages": messages}) + "\n")
-    kinds = {False: "not compiled", True: "compiled"}
-    speed, compiling, last = {kind: [] for kind in kinds}, {kind: [] for kind in kinds}, {}
-    for i in range(rounds):
-        for kind in kinds:
-            progress(f"chat, round {i + 1} of {rounds}:", kinds[kind])
-            steps, seconds = time_steps(folder, "chat", "chat_sft.py", f"--init_from={folder}/base/ckpt.pt", *flags,
-                                        f"--data={folder}/chats.jsonl", f"--chat_dir={folder}/rows", f"--compile={kind}")
-            speed[kind].append(statistics.median(step["tok_per_sec"] for step in steps))
-            compiling[kind].append(seconds)
-            last[kind] = {**steps[-1], **{key: statistics.mean(step[key] for step in steps) for key in ("useful", "wait")}}
-    memory = {kind: last[kind]["peak_mem_mb"] or math.nan for kind in kinds}
-    print_table(
-        f"chat tuning: chat_sft.py {' '.join(flags)}, {n_params / 1e6:.0f}M parameters",
-        ["useful tok/s", "ratio", "peak MB", "ratio", "cold s", "warm s", "waiting for data", "recompiles", "useful"],
-        [[kinds[kind], cell(statistics.median(speed[kind])), cell(median_ratio(speed[kind], speed[False]), ".2f"), cell(memory[kind]),
-          cell(memory[kind] / memory[False], ".2f"), *cold_warm(compiling[kind]), cell(last[kind]["wait"], ".2%"), cell(last[kind]["recompiles"]),
-          cell(last[kind]["useful"], ".1%")] for kind in kinds] + [["target", "", ">= 1.30", "", "<= 1.10", "<= 60", "", "", "0", ""]])
+            words = (("user", length // 2 + 1), ("assistant", length))
+            f.write(json.dumps({"messages": [{"role": role, "content": "word " * int(n)} for role, n in words]}) + "\n")
+    eager = "not compiled"
+    found = take_turns("chat", (eager, "compiled")[:1 + compile], lambda label: time_steps(
+        folder, f"chat {label}", "chat_sft.py", f"--init_from={folder}/base/ckpt.pt", *flags, f"--data={folder}/chats.jsonl",
+        f"--chat_dir={folder}/rows", f"--compile={label != eager}"))
+    print_table(f"chat tuning: chat_sft.py {' '.join(flags)}, {sum(p.numel() for p in gpt.parameters()) / 1e6:.0f}M parameters",
+                found, [("useful tok/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", eager), ("peak MB", "peak_mem_mb"),
+                        ("ratio", "peak_mem_mb", ".2f", eager), ("cold s", "cold", ".1f"), ("warm s", "warm", ".1f"),
+                        ("waits for data", "wait", ".2%"), ("recompiles", "recompiles"), ("useful", "useful", ".1%")],
+                ["target", "", ">= 1.30", "", "<= 1.10", "<= 60", "", "", "0", ""])
 
 
-# data parallel: one core, or GPU, a rank
+# data parallel: one core, or one GPU, a rank
 def bench_ddp(folder):
-    n, steps = torch.cuda.device_count() if on_gpu else 2, max(2, train_iters // 3)
-    if compute_device.type == "mps" or n < 2 or not on_gpu and os.cpu_count() < 2:
-        print(f"data parallel: left out, it takes two GPUs, or a CPU with two cores\n", flush=True)
+    n = torch.cuda.device_count() if on_gpu else min(2, os.cpu_count())
+    if compute_device.type == "mps" or n < 2:
+        print("data parallel: left out, it takes two GPUs, or a CPU of two cores", flush=True)
         return
-    speed = {ranks: [] for ranks in (1, n)}
-    for i in range(rounds):
-        for ranks in speed:
-            progress(f"ddp, round {i + 1} of {rounds}:", ranks)
-            log, _ = time_steps(folder, "ddp", "train_gpt2.py", *size, f"--gradient_accumulation_steps={2 * ranks}", f"--compile={compile}",
-                                f"--data_dir={folder}", steps=steps, where=compute_device.type, ranks=ranks)
-            speed[ranks].append(statistics.median(step["tok_per_sec"] for step in log))
-    print_table(f"data parallel: torchrun train_gpt2.py {' '.join(size)} --compile={compile}, two micro-batches a step on each rank, "
-                f"{'a GPU' if on_gpu else 'one thread'} a rank", ["tokens/s", "ratio"],
-                [[f"{ranks} rank{'s'[:ranks > 1]}", cell(statistics.median(speed[ranks])), cell(median_ratio(speed[ranks], speed[1]), ".2f")]
-                 for ranks in speed])
+    found = take_turns("ddp", (1, n), lambda ranks: time_steps(
+        folder, "ddp", "train_gpt2.py", *size, f"--gradient_accumulation_steps={2 * ranks}", f"--compile={compile}",
+        f"--data_dir={folder}", steps=max(2, train_iters // 3), ranks=ranks))
+    print_table(f"data parallel: torchrun train_gpt2.py {' '.join(size)} --compile={compile}; a step is 2 micro-batches on each rank, "
+                f"which has {'a GPU' if on_gpu else 'one thread'}",
+                found, [("tokens/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", 1)], labels={1: "1 rank", n: f"{n} ranks"})
 
 
 def profile_steps(folder):
-    """Runs train_gpt2.py in this process, with torch's profiler on in its last steps but one."""
-    torch._inductor.config.cpp.enable_kernel_profile = True  # or compiled CPU kernels have no names
+    """Runs train_gpt2.py in this process, with torch's profiler on in three of its last steps."""
+    from torch._inductor import config as inductor
+    inductor.cpp.enable_kernel_profile = True  # or compiled CPU kernels have no names
     stepped = []
 
     def after_step(optimizer, *_):
@@ -271,24 +269,23 @@ def profile_steps(folder):
         if optimizer is stepped[0]:  # there may be two
             profiler.step()
 
-    sys.argv = ["train_gpt2.py", *(f"--{key}={value}" for key, value in settings_of(names[0]).items()), "--eval_iters=1", "--sample_tokens=0",
-                "--warmup_iters=0", "--gradient_accumulation_steps=1", *size, f"--compile={compile}", f"--max_iters={train_iters}",
+    register_optimizer_step_post_hook(after_step)
+    sys.argv = ["train_gpt2.py", *SHORT, *flags_of(names[0]), *size, f"--compile={compile}", f"--max_iters={train_iters}",
                 f"--dtype={compute_dtype}", f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/out"]
     with torch.profiler.profile(schedule=torch.profiler.schedule(wait=train_iters - 4, warmup=1, active=3, repeat=1)) as profiler:
-        register_optimizer_step_post_hook(after_step)
         runpy.run_path(str(SCRIPTS / "train_gpt2.py"), run_name="__main__")
     profiler.export_chrome_trace("trace.json")
-    print(profiler.key_averages().table(sort_by=f"self_{'cuda' if on_gpu else 'cpu'}_time_total", row_limit=10, max_name_column_width=80))
-    print(f"the last 3 steps of {' '.join(sys.argv)}\ntrace: {Path('trace.json').resolve()}; open it in https://ui.perfetto.dev")
+    print(profiler.key_averages().table(sort_by=f"self_{'device' if on_gpu else 'cpu'}_time_total", row_limit=10, max_name_column_width=80))
+    print(f"3 steps of {' '.join(sys.argv)}\ntrace: {Path('trace.json').resolve()}; open it in https://ui.perfetto.dev")
 
 
 # ---------------------------------------------------------------------------------------------------
-# the head's loss alone, forward and backward, at training's shape
+# the head's loss alone, forward and backward, at the shape of training
 
 def run_one_loss():
     """
-    One way to take it, in this process: a line of JSON, {"ms", "compiled"}, for each line read; behind the last, with the peak of
-    memory before, how far loss and gradients are from those of full logits in float32: |a - b| / |b|.
+    One way to take it, in this process: a line of JSON, {"ms", "compiled"}, for each line read; behind the last the peak of memory
+    and how far loss and gradients are from those of full logits in float32, |a - b| / |b|.
     """
     torch.manual_seed(0)
     x = torch.randn(tokens_per_batch, shape["n_embd"], device=compute_device, requires_grad=True)  # (N, C), as a norm leaves it
@@ -301,11 +298,10 @@ def run_one_loss():
     def recompute(x, weight, targets):
         return sum(checkpoint(full, xc, weight, tc, use_reentrant=False) for xc, tc in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK)))
 
-    def torchs(x, weight, targets):  # autocast leaves it alone; its own choice of chunks is 8 times slower; what allow_retain_graph
-        options = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True, batch_chunk_size=LOSS_CHUNK)  # saves is a warning that breaks the graph
-        return F.linear_cross_entropy(*(tensor.to(getattr(torch, compute_dtype)) for tensor in (x, weight)), targets, reduction="sum", options=options)
-
-    eager = {"full": full, "recompute": recompute, "ours": linear_cross_entropy, "torch": torchs}[one_loss]
+    def torchs(x, weight, targets):  # the chunks it chooses itself are slower; without allow_retain_graph a warning breaks the graph
+        options = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True, batch_chunk_size=LOSS_CHUNK)
+        x, weight = (tensor.to(getattr(torch, compute_dtype)) for tensor in (x, weight))  # autocast passes it by
+        return F.linear_cross_entropy(x, weight, targets, reduction="sum", options=options)
 
     def forward_backward(loss_function, dtype):
         x.grad = weight.grad = None
@@ -314,158 +310,153 @@ def run_one_loss():
         loss.backward()
         return loss.item()  # waits for the device
 
-    chosen, compiled = torch.compile(eager, dynamic=False, fullgraph=True) if compile else eager, "yes" if compile else "no"
+    eager = {"ours": linear_cross_entropy, "full": full, "recompute": recompute, "torch": torchs}[one_loss]
+    chosen, compiled = (torch.compile(eager, dynamic=False, fullgraph=True), "yes") if compile else (eager, "no")
     for _ in sys.stdin:
-        try:
+        times = []
+        for _ in range(5):
             t0 = time.perf_counter()
-            loss = forward_backward(chosen, compute_dtype)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            chosen, compiled = eager, f"no: {type(error).__name__}: {' '.join(str(error).split())[:60]}"
-            loss = forward_backward(chosen, compute_dtype)
-        times = [time.perf_counter() - t0]
-        for _ in range(4):
-            t0 = time.perf_counter()
-            loss = forward_backward(chosen, compute_dtype)
+            try:
+                loss = forward_backward(chosen, compute_dtype)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                chosen, compiled = eager, f"no: {type(error).__name__}: {' '.join(str(error).split())[:60]}"
+                loss = forward_backward(chosen, compute_dtype)
             times.append(time.perf_counter() - t0)
         print(json.dumps({"ms": 1000 * statistics.median(times), "compiled": compiled}), flush=True)
         if on_gpu:
             torch.cuda.empty_cache()  # the others have their turn
-    figures = {"peak_mem_mb": runtime.peak_memory_mb(compute_device)}
-    found = loss, x.grad, weight.grad
-    expected = forward_backward(full, "float32"), x.grad, weight.grad
-    figures["differences"] = [float(torch.as_tensor(a - b).norm() / torch.as_tensor(b).norm()) for a, b in zip(found, expected)]
-    print(json.dumps(figures), flush=True)
+    memory, found = runtime.peak_memory_mb(compute_device), (torch.tensor(loss), x.grad, weight.grad)
+    expected = torch.tensor(forward_backward(full, "float32")), x.grad, weight.grad
+    print(json.dumps({"peak_mem_mb": memory, **{
+        f"off_{i}": float((a - b).norm() / b.norm()) for i, (a, b) in enumerate(zip(found, expected))}}), flush=True)
 
 
 def bench_loss(folder):
-    kinds = {"ours": "ours: chunks, gradient in forward", "full": "full logits", "recompute": "chunks, recomputed in backward",
-             "torch": "torch's linear_cross_entropy"}
-    if not hasattr(F, "linear_cross_entropy"):
-        print(f"torch {torch.__version__} has no linear_cross_entropy", flush=True)
-        del kinds["torch"]
-    flags = ["--what=loss", f"--dtype={compute_dtype}", f"--device={device}", f"--compile={compile}", f"--train_args={' '.join(size)}"]
-    started = {kind: subprocess.Popen([sys.executable, SCRIPTS / "bench.py", *flags, f"--one_loss={kind}"], text=True, stdin=subprocess.PIPE,
-                                      stdout=subprocess.PIPE, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache-{kind}"})
-               for kind in kinds}  # each in a process of its own, whose peak of memory is its own
+    labels = {"ours": "ours: chunks, gradient formed in forward", "full": "full logits", "recompute": "chunks, recomputed in backward",
+              "torch": "torch's linear_cross_entropy, the same chunks"}
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        print(f"torch {torch.__version__} has no chunked linear_cross_entropy", flush=True)
+        del labels["torch"]
+    flags = [f"--dtype={compute_dtype}", f"--device={device}", f"--compile={compile}", f"--train_args={' '.join(size)}"]
+    started = {key: subprocess.Popen([sys.executable, SCRIPTS / "bench.py", *flags, f"--one_loss={key}"], text=True,
+                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=with_cache(folder, f"loss-{key}")[0])
+               for key in labels}  # each in a process of its own, whose peak of memory is its own
 
-    def answer(kind):
-        line = started[kind].stdout.readline()
+    def answer(key):
+        line = started[key].stdout.readline()
         if not line:
-            fail(f"the loss of {kinds[kind]} ended with code {started[kind].wait()}")
+            fail(f"the loss of {labels[key]} ended with code {started[key].wait()}")
         return json.loads(line)
 
-    ms, said = {kind: [] for kind in kinds}, {}
-    for i in range(rounds + 1):  # the first compiles
-        for kind in kinds:
-            progress(f"loss, round {i} of {rounds}:", kind)
-            started[kind].stdin.write("\n")
-            started[kind].stdin.flush()
-            said[kind] = answer(kind)
-            ms[kind] += [said[kind]["ms"]] if i else []
-    for kind in kinds:
-        started[kind].stdin.close()
-        said[kind] |= answer(kind)
-        started[kind].wait()
-    print_table(
-        f"loss of the head, forward and backward: {tokens_per_batch:,} tokens, {shape['n_embd']} wide, vocabulary 50,304, {compute_dtype}; "
-        f"peak MB of the whole process; differences |a - b| / |b| from full logits in float32",
-        ["ms", "ratio", "peak MB", "compiled", "loss differs", "gradient of x", "of the weight"],
-        [[kinds[kind], cell(statistics.median(ms[kind]), ".1f"), cell(median_ratio(ms[kind], ms["ours"]), ".2f"), cell(said[kind]["peak_mem_mb"]),
-          said[kind]["compiled"], *(cell(d, ".1e") for d in said[kind]["differences"])] for kind in kinds])
+    def measure(key):
+        started[key].stdin.write("\n")
+        started[key].stdin.flush()
+        return answer(key)
+
+    found = take_turns("loss", labels, measure, warm_up=1)
+    for key in labels:
+        started[key].stdin.close()
+        found[key][-1] |= answer(key)
+        started[key].wait()
+    print_table(f"loss of the head, forward and backward: {tokens_per_batch:,} tokens, {shape['n_embd']} wide, vocabulary 50,304, "
+                f"{compute_dtype}; peak MB of the whole process; how far from full logits in float32: |a - b| / |b|",
+                found, [("ms", "ms", ".1f"), ("ratio", "ms", ".2f", "ours"), ("peak MB", "peak_mem_mb"), ("compiled", "compiled"),
+                        ("loss", "off_0", ".1e"), ("gradient of x", "off_1", ".1e"), ("of the weight", "off_2", ".1e")], labels=labels)
 
 
 # ---------------------------------------------------------------------------------------------------
-# data preparation: the standard library as bytes, which needs no vocabulary, and texts with gpt2's tokenizer against tiktoken alone
+# data preparation: the standard library as bytes, which needs no vocabulary; and texts with gpt2's tokenizer against tiktoken alone
 
 def bench_prep(folder):
-    sources = {"python": ["--dataset=python"], **({"files": [f"--files={prep_files}", "--tokenizer=gpt2"]} if prep_files else {})}
-    speed, texts = {key: [] for key in ("python", "files", "own clock", "tiktoken")}, None
-    for i in range(rounds):
-        for source in sources:
-            progress(f"prep, round {i + 1} of {rounds}:", source)
-            t0 = time.perf_counter()
-            output = start("prepare_data.py", [sys.executable, SCRIPTS / "prepare_data.py", *sources[source], f"--data_dir={folder}/prepared"])
-            seconds = time.perf_counter() - t0
-            tokens = json.loads(Path(folder, "prepared", "meta.json").read_text())["tokens"]
-            speed[source].append(tokens / seconds)
-            if source == "files":
-                speed["own clock"].append(float(re.search(r"([\d,]+) tokens/s", output)[1].replace(",", "")))
-                tokenizer = get_tokenizer("gpt2")
-                if texts is None:  # what was prepared, as texts in memory: the same documents
-                    ids = np.concatenate([read_shard(path) for split in ("val", "train") for path in sorted(Path(folder, "prepared").glob(f"{split}_*.bin"))])
-                    texts = tokenizer.decode_batch(np.split(ids, np.flatnonzero(ids == tokenizer.eot_token))[1:])
-                    texts = [text.removeprefix("<|endoftext|>") for text in texts]
-                t0 = time.perf_counter()
-                tokenizer.encode_ordinary_batch(texts, num_threads=os.cpu_count())
-                speed["tiktoken"].append(tokens / (time.perf_counter() - t0))
-            shutil.rmtree(f"{folder}/prepared")
-    labels = {"python": "the standard library, as bytes", "files": f"{prep_files}, gpt2", "own clock": "  without the start of the script",
-              "tiktoken": f"  tiktoken alone, {os.cpu_count()} threads, texts in memory"}
-    print_table(f"data preparation: prepare_data.py, its start included" + (f"; {tokens:,} tokens of {prep_files}" if prep_files else ""),
-                ["tokens/s", "ratio to tiktoken"],
-                [[labels[key], cell(statistics.median(speed[key])), cell(median_ratio(speed[key], speed["tiktoken"]), ".2f")
-                  if key != "python" else ""] for key in labels if speed[key]])
+    labels, texts = {"python": "the standard library, as bytes"}, []
+    if prep_files:
+        labels |= {"files": f"{prep_files}, gpt2", "tiktoken": f"tiktoken alone, {os.cpu_count()} threads, these texts in memory"}
+
+    def prepare(key):
+        source = ["--dataset=python"] if key == "python" else [f"--files={prep_files}", "--tokenizer=gpt2"]
+        t0 = time.perf_counter()
+        output = start("prepare_data.py", [sys.executable, SCRIPTS / "prepare_data.py", *source, f"--data_dir={folder}/prepared"])
+        seconds = time.perf_counter() - t0
+        tokens = json.loads(Path(folder, "prepared", "meta.json").read_text())["tokens"]
+        if key == "files" and not texts:  # the same documents, from what was made of them; val comes before train
+            shards = sorted(Path(folder, "prepared").glob("*.bin"), key=lambda path: (path.name.startswith("train"), path.name))
+            ids, tokenizer = np.concatenate([read_shard(path) for path in shards]), get_tokenizer("gpt2")
+            texts.extend(tokenizer.decode(document[1:]) for document in np.split(ids, np.flatnonzero(ids == tokenizer.eot_token))[1:])
+        shutil.rmtree(f"{folder}/prepared")
+        own = float(re.search(r"([\d,]+) tokens/s", output)[1].replace(",", ""))
+        rated = {} if key == "python" else {"rated": tokens / seconds, "own rated": own}
+        return {"tokens": tokens, "tok_per_sec": tokens / seconds, "own": own, **rated}
+
+    def tiktoken_alone():
+        t0, tokens, tokenizer = time.perf_counter(), len(texts), get_tokenizer("gpt2")  # prepare_data.py counts <|endoftext|>, too
+        for i in range(0, len(texts), 4096):  # its lists take 36 bytes a token
+            tokens += sum(map(len, tokenizer.encode_ordinary_batch(texts[i:i + 4096], num_threads=os.cpu_count())))
+        speed = tokens / (time.perf_counter() - t0)
+        return {"tokens": tokens, "tok_per_sec": speed, "rated": speed, "own rated": speed}
+
+    found = take_turns("prep", labels, lambda key: tiktoken_alone() if key == "tiktoken" else prepare(key))
+    print_table("data preparation: prepare_data.py from its start to its end; and its own figure, which begins with the first document",
+                found, [("tokens", "tokens"), ("tokens/s", "tok_per_sec"), ("ratio", "rated", ".2f", "tiktoken"), ("its own", "own"),
+                        ("ratio", "own rated", ".2f", "tiktoken")], labels=labels)
 
 
 # ---------------------------------------------------------------------------------------------------
 # decoding: GPT-2 124M's size, one row
 
 def bench_decode(folder):
-    models, cache_bytes = {}, {"nanoGPT": None}
+    models, cache_bytes = {}, {}
     for name in rows:
         torch.manual_seed(0)
         if name == "nanoGPT":
             spec = importlib.util.spec_from_file_location("nanogpt_model", Path(nanogpt) / "model.py")
             theirs = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(theirs)
-            with redirect_stdout(sys.stderr):
-                models[name] = theirs.GPT(theirs.GPTConfig(block_size=context + new_tokens, dropout=0.0, bias=False))
+            with redirect_stdout(sys.stderr):  # it tells its number of parameters
+                models[name] = theirs.GPT(theirs.GPTConfig(block_size=context + new_tokens, bias=False))
         else:
-            models[name] = GPT(GPTConfig(max_seq_len=context + new_tokens, **settings_of(name)))
+            arch, _, attention = name.partition("+")
+            models[name] = GPT(GPTConfig(max_seq_len=context + new_tokens, arch=arch, attention=attention or "mha"))
             cache = models[name].new_cache(1, 1, getattr(torch, compute_dtype))
             cache_bytes[name] = sum(tensor.nbytes for layer in cache for tensor in layer)
         models[name].to(compute_device).eval()
     prompt = torch.randint(0, 50257, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    speed = {name: [] for name in rows}
-    for i in range(rounds + 1):  # the first warms up
-        for name in rows:
-            progress(f"decode, round {i} of {rounds}:", name)
-            if name == "nanoGPT":  # on a CPU its sample.py computes in float32
-                n, idx = new_tokens if on_gpu else min(3, new_tokens), torch.tensor([prompt], device=compute_device)
-                with runtime.autocast(compute_device, compute_dtype if on_gpu else "float32"), torch.no_grad():
-                    t0 = time.perf_counter()
-                    models[name].generate(idx, n, temperature=1.0, top_k=200).tolist()
-            else:
-                with runtime.autocast(compute_device, compute_dtype):
-                    tokens = models[name].generate([prompt], new_tokens, temperature=1.0, top_k=200)
-                    next(tokens)  # reads the prompt
-                    t0 = time.perf_counter()
-                    n = sum(1 for _ in tokens)
-            if i > 0:
-                speed[name].append(n / (time.perf_counter() - t0))
+
+    def measure(name):
+        if name == "nanoGPT":  # on a CPU its sample.py computes in float32, for which 3 tokens are long enough
+            n = new_tokens if on_gpu else min(3, new_tokens)
+            with runtime.autocast(compute_device, compute_dtype if on_gpu else "float32"):
+                t0 = time.perf_counter()
+                models[name].generate(torch.tensor([prompt], device=compute_device), n, temperature=1.0, top_k=200).tolist()
+        else:
+            with runtime.autocast(compute_device, compute_dtype):
+                tokens = models[name].generate([prompt], new_tokens, temperature=1.0, top_k=200)
+                next(tokens)  # reads the prompt
+                t0 = time.perf_counter()
+                n = sum(1 for _ in tokens)
+        return {"tok_per_sec": n / (time.perf_counter() - t0), "cache": cache_bytes.get(name)}
+
+    found = take_turns("decode", rows, measure, warm_up=1)
     print_table(f"decoding: 12 layers, 12 heads, 768 wide, {context} tokens of context, batch 1, temperature 1, top_k 200"
                 + ("; nanoGPT: its generate, as its sample.py runs it" if nanogpt else ""),
-                ["tokens/s", "ratio", "cache bytes a token", "ratio"],
-                [[name, cell(statistics.median(speed[name]), ".1f"), cell(median_ratio(speed[name], speed[rows[0]]), ".2f"), cell(cache_bytes[name]),
-                  cell(cache_bytes[name] and cache_bytes[name] / cache_bytes[names[0]], ".3f")] for name in rows])
+                found, [("tokens/s", "tok_per_sec", ".1f"), ("ratio", "tok_per_sec", ".2f", rows[0]), ("cache bytes a token", "cache"),
+                        ("ratio", "cache", ".3f", names[0])])
 
 
 # ---------------------------------------------------------------------------------------------------
 if one_loss:
     run_one_loss()
     raise SystemExit(0)
-matmul = runtime.peak_flops(compute_device, compute_dtype)  # MFU is against this
-print(f"{torch.cuda.get_device_name(compute_device) if on_gpu else f'{torch.get_num_threads()} CPU threads'}, "
-      f"torch {torch.__version__}, {compute_dtype}, {rounds} rounds\n", flush=True)
+matmul = runtime.peak_flops(compute_device, compute_dtype)  # what MFU is against
+print(f"{torch.cuda.get_device_name(compute_device) if on_gpu else f'{torch.get_num_threads()} CPU threads'}, torch {torch.__version__}, "
+      f"{compute_dtype}, {rounds} round{'s'[:rounds > 1]}\n", flush=True)
 with tempfile.TemporaryDirectory() as folder:
     write_shards(folder)
     if profile:
         profile_steps(folder)
         raise SystemExit(0)
-    # decode comes last: what this process takes is counted in the peak memory of those that it starts (Linux)
-    for name, bench in (("train", bench_train), ("chat", bench_chat), ("loss", bench_loss), ("ddp", bench_ddp), ("prep", bench_prep),
-                        ("decode", bench_decode)):
-        if {"all", name} & {part.strip() for part in what.split(",")}:
+    # decode is the last: what this process takes counts in the peak of resident memory of those that it starts (Linux)
+    for name, bench in zip(TABLES, (bench_train, bench_chat, bench_loss, bench_ddp, bench_prep, bench_decode)):
+        if name in wanted:
             t0 = time.time()
             bench(folder)
-            print(f"({name} took {time.time() - t0:.0f} s)\n", flush=True)
+            print(f"({time.time() - t0:.0f} s)\n", flush=True)
