@@ -70,7 +70,8 @@ for name in names:
 if nanogpt is not None and not (Path(nanogpt) / "train.py").is_file():
     fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
 expect_range(config, 1, math.inf, "rounds", "context")
-expect_range(config, 5 if profile else 2, math.inf, "train_iters", "new_tokens")
+expect_range(config, 2, math.inf, "new_tokens")
+expect_range(config, 5 if profile else 2, math.inf, "train_iters")
 _, _, compute_device = runtime.init_process(device)
 compute_dtype = runtime.pick_dtype(dtype, compute_device)
 on_gpu = compute_device.type == "cuda"
