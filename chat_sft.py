@@ -387,7 +387,7 @@ resumed_at, saved_at = iter_num, iter_num
 skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
 # since the last line of the log
-loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
+loss_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, 0, 0, 0, 0.0, 0.0, time.time()
 while True:
     # save, then evaluate and sample: whatever goes wrong there, the step is on disk
     if iter_num % eval_interval == 0 or iter_num >= max_iters:
@@ -430,7 +430,9 @@ while True:
     nats = torch.zeros((), device=compute_device)  # of this step
     targets, useful = count(step_rows(rows_seen, rows_per_step))  # of all micro-steps and ranks: the data order tells them to each
     for micro_step in range(micro_steps):
+        waiting = time.time()
         inputs = next_batch.result()
+        waited += time.time() - waiting
         # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
         next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
         if dist.is_initialized():  # gradients are averaged over the ranks once a step
@@ -513,9 +515,9 @@ while True:
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               useful=useful_share, targets=targets_summed, shape=list(inputs[0].shape),
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
-                              rollbacks=rollbacks, clipped=clipped,
+                              rollbacks=rollbacks, clipped=clipped, wait=waited / seconds,
                               epoch=rows_seen / len(train_rows), **scale)
-        loss_sum, targets_summed, useful_summed, steps_summed, seconds, t0 = 0.0, 0, 0, 0, 0.0, time.time()
+        loss_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, 0, 0, 0, 0.0, 0.0, time.time()
 
     if stopping:
         break

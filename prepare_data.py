@@ -28,7 +28,9 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, Optional
 
 import numpy as np
@@ -769,7 +771,11 @@ if __name__ == "__main__":
     # the work
     if done:
         os.remove(f"{data_dir}/meta.json")  # more tokens were asked for: what it says is about to change
-    from tqdm import tqdm  # comes with datasets
+    try:
+        from tqdm import tqdm  # comes with datasets
+    except ImportError:  # --dataset=python needs neither, and takes seconds
+        def tqdm(**_):
+            return closing(SimpleNamespace(update=lambda n: None, close=lambda: None))
     start, before = time.time(), progress["counts"]["tokens"]
     try:
         with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:

@@ -362,7 +362,7 @@ next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
 resumed_at, saved_at = iter_num, iter_num
 skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
-loss_sum, steps_summed, seconds, t0 = 0.0, 0, 0.0, time.time()  # since the last line of the log
+loss_sum, steps_summed, seconds, waited, t0 = 0.0, 0, 0.0, 0.0, time.time()  # since the last line of the log
 while True:
     # save, then evaluate and sample: whatever goes wrong there, the step is on disk
     if iter_num % eval_interval == 0 or iter_num >= max_iters:
@@ -406,7 +406,9 @@ while True:
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
     nats = torch.zeros((), device=compute_device)  # of this step
     for micro_step in range(micro_steps):
+        waiting = time.time()
         x, y = next_batch.result()
+        waited += time.time() - waiting
         # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
         next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
         if dist.is_initialized():  # gradients are averaged over the ranks once a step
@@ -485,9 +487,9 @@ while True:
             runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, train_loss=train_loss, lr=lr,
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
-                              rollbacks=rollbacks, clipped=clipped,
+                              rollbacks=rollbacks, clipped=clipped, wait=waited / seconds,
                               epoch=rows_seen / len(train_windows), **scale)
-        loss_sum, steps_summed, seconds, t0 = 0.0, 0, 0.0, time.time()
+        loss_sum, steps_summed, seconds, waited, t0 = 0.0, 0, 0.0, 0.0, time.time()
 
     if stopping:
         break

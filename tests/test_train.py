@@ -1,6 +1,8 @@
 """The base path as a user starts it: prepare, train, resume, several ranks, compiled, sample."""
 import json
 import math
+import os
+import re
 
 import numpy as np
 import pytest
@@ -418,11 +420,32 @@ def test_the_log_is_read_as_curves_without_what_a_resumed_run_left_behind(tmp_pa
     assert runtime.read_log(tmp_path / "log.jsonl")[1]["skipped"] == [300]
 
 
-def test_bench_prints_its_tables(gpt2_vocabulary):
-    output = run("bench.py", "--rounds=1", "--variants=gpt2,gpt2+mla", "--context=16", "--new_tokens=3", "--compile=False", "--train_iters=2",
-                 "--device=cpu", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2")
-    rows = [line.split() for line in output.splitlines() if line.startswith("gpt2")]
-    assert [row[0] for row in rows] == ["gpt2", "gpt2+mla"] * 2 and all(float(row[1].replace(",", "")) > 0 for row in rows)
-    assert float(rows[3][4]) == pytest.approx(128 / (2 * 768), abs=1e-3)  # cache bytes, against multi-head attention's
-    assert "data preparation" in output
+def test_bench_prints_its_tables(gpt2_vocabulary, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import model\nfor i in range(3): print(f'iter {i}: loss 9.0, time {100 if i else 5000:.2f}ms, mfu -100.00%')\n")
+    (tmp_path / "model.py").write_text("import torch\nGPTConfig = dict\nclass GPT(torch.nn.Module):\n"
+                                       "    def __init__(self, config): super().__init__()\n"
+                                       "    def generate(self, idx, *_, **__): return idx\n")
+    (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 1000)
+    output = run("bench.py", "--rounds=1", "--variants=gpt2,gpt2+mla", "--context=16", "--new_tokens=3", "--compile=False", "--train_iters=3",
+                 "--device=cpu", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2", f"--nanogpt={tmp_path}",
+                 "--chat_args=--max_seq_len=64 --batch_size=1", f"--prep_files={tmp_path}/a.txt")
+    rows = {table.partition(":")[0]: [re.split("  +", line) for line in table.splitlines()] for table in output.split("\n\n")}
+    train, chat, loss, prep, decode = rows["training"][3:6], rows["chat tuning"][2], rows["loss of the head, forward and backward"][2:-1], \
+        rows["data preparation"][2:5], rows["decoding"][2:5]
+    assert [row[0] for row in train] == [row[0] for row in decode] == ["nanoGPT", "gpt2", "gpt2+mla"]
+    assert train[0][1:3] == ["640", "1.00"]  # 64 tokens in 0.1 s: its first iteration is not counted
+    for row in train[1:]:
+        assert float(row[1].replace(",", "")) > 0 and row[6:8] == ["-", "-"] and 0 <= float(row[8].rstrip("%")) <= 100 and row[9] == "0"
+    assert chat[0] == "not compiled" and float(chat[1].replace(",", "")) > 0
+    assert len(loss) >= 3 and all(float(off) < 0.02 for row in loss for off in row[-3:])
+    assert os.cpu_count() == 1 or float(rows["data parallel"][3][2]) > 0
+    assert prep[1][1] == prep[2][1] and prep[2][3] == "1.00"  # both count the same tokens
+    assert float(decode[2][4]) == pytest.approx(128 / (2 * 768), abs=1e-3)  # cache bytes, against multi-head attention's
+
+
+def test_bench_refuses_what_it_cannot_time(tmp_path):
     assert "variants=gpt3" in refused("bench.py", "--variants=gpt3")
+    assert "holds no train.py" in refused("bench.py", f"--nanogpt={tmp_path}")
+    assert "expected all, or some of train" in refused("bench.py", "--what=training")
+    assert "expected flags of train_gpt2.py" in refused("bench.py", "--train_args=n_layer=2")
