@@ -35,7 +35,7 @@ variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: what is compar
 rounds: int = 5  # times each variant has its turn
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-compile: bool = True  # train: torch.compile
+compile: bool = True  # train: torch.compile; decode: that too, beside uncompiled
 train_args: Optional[str] = None  # train: settings of train_gpt2.py; None: GPT-2 124M on GPUs, 6 layers of 384 on CPUs
 train_iters: int = 15  # train, chat: steps a round, the first of them not counted
 chat_args: Optional[str] = None  # chat: settings of chat_sft.py; None: 4 rows of 1024 to GPT-2 124M on GPUs, of 512 to 30M on CPUs
@@ -153,23 +153,33 @@ def bench_decode():
         cache = models[name].new_cache(1, 1, getattr(torch, compute_dtype))
         cache_bytes[name] = sum(tensor.nbytes for layer in cache for tensor in layer)
     prompt = torch.randint(0, 50257, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    speed = {name: [] for name in names}
-    for i in range(rounds + 1):  # the first warms up
+    steps, compiling = {}, dict.fromkeys(names, math.nan)
+    if compile and not runtime.compiler_problem(compute_device, "inductor"):
         for name in names:
+            print(f"\rdecode, compiling: {name:10}", end="", file=sys.stderr, flush=True)
+            t0 = time.perf_counter()
+            with runtime.autocast(compute_device, compute_dtype):
+                steps[name] = models[name].compile_step(1)
+            compiling[name] = time.perf_counter() - t0
+    speed, compiled_speed = {name: [] for name in names}, {name: [] for name in names}
+    for i in range(rounds + 1):  # the first warms up
+        for name, step in [(name, step) for name in names for step in ([None, steps[name]] if steps else [None])]:
             print(f"\rdecode, round {i} of {rounds}: {name:10}", end="", file=sys.stderr, flush=True)
             with runtime.autocast(compute_device, compute_dtype):
-                tokens = models[name].generate([prompt], new_tokens, temperature=0)
+                tokens = models[name].generate([prompt], new_tokens, temperature=0, compiled=step)
                 next(tokens)  # reads the prompt
                 t0 = time.perf_counter()
                 n = sum(1 for _ in tokens)
                 seconds = time.perf_counter() - t0
             if i > 0:
-                speed[name].append(n / seconds)
+                (compiled_speed if step else speed)[name].append(n / seconds)
     print(f"\rdecoding: 12 layers, 12 heads, 768 wide, {context} tokens of context, batch 1\n"
-          f"{'':12}{'tokens/s':>10}{'ratio':>8}{'cache bytes a token':>22}{'ratio':>8}")
+          f"{'':12}{'tokens/s':>10}{'ratio':>8}{'cache bytes a token':>22}{'ratio':>8}{'compiled':>11}{'gain':>7}{'compile s':>11}")
     for name in names:
         print(f"{name:12}{statistics.median(speed[name]):>10.1f}{ratio(speed, name):>8.2f}{cache_bytes[name]:>22,}"
-              f"{cache_bytes[name] / cache_bytes[names[0]]:>8.3f}", flush=True)
+              f"{cache_bytes[name] / cache_bytes[names[0]]:>8.3f}{statistics.median(compiled_speed[name] or [math.nan]):>11.1f}"
+              f"{statistics.median([a / b for a, b in zip(compiled_speed[name], speed[name])] or [math.nan]):>7.2f}{compiling[name]:>11.1f}",
+              flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------
