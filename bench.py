@@ -176,10 +176,10 @@ def bench_decode():
     print(f"\rdecoding: 12 layers, 12 heads, 768 wide, {context} tokens of context, batch 1\n"
           f"{'':12}{'tokens/s':>10}{'ratio':>8}{'cache bytes a token':>22}{'ratio':>8}{'compiled':>11}{'gain':>7}{'compile s':>11}")
     for name in names:
+        gains = [a / b for a, b in zip(compiled_speed[name], speed[name])] or [math.nan]
         print(f"{name:12}{statistics.median(speed[name]):>10.1f}{ratio(speed, name):>8.2f}{cache_bytes[name]:>22,}"
               f"{cache_bytes[name] / cache_bytes[names[0]]:>8.3f}{statistics.median(compiled_speed[name] or [math.nan]):>11.1f}"
-              f"{statistics.median([a / b for a, b in zip(compiled_speed[name], speed[name])] or [math.nan]):>7.2f}{compiling[name]:>11.1f}",
-              flush=True)
+              f"{statistics.median(gains):>7.2f}{compiling[name]:>11.1f}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------
