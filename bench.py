@@ -11,6 +11,7 @@ It times what the scripts run: train_gpt2.py, chat_sft.py and prepare_data.py ar
 is the model's generate. Variants take turns, round after round; figures are medians over the rounds, and so is each ratio to the
 reference, the first row, in the same round: a machine whose speed drifts changes the figures more than the ratios.
 """
+import copy
 import importlib.util
 import json
 import math
@@ -421,8 +422,12 @@ def bench_decode(folder):
             cache_bytes[name] = sum(tensor.nbytes for layer in cache for tensor in layer)
         models[name].to(compute_device).eval()
     prompt = torch.randint(0, 50257, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    labels, steps, compiling = list(rows), {}, {}
+    for name in names if compile and not runtime.compiler_problem(compute_device, "inductor") else ():
+        labels.insert(labels.index(name) + 1, f"{name}, compiled")
 
-    def measure(name):
+    def measure(label):
+        name, _, compiled = label.partition(", ")
         if name == "nanoGPT":  # on a CPU its sample.py computes in float32, for which 3 tokens are long enough
             n = new_tokens if on_gpu else min(3, new_tokens)
             with runtime.autocast(compute_device, compute_dtype if on_gpu else "float32"):
@@ -430,17 +435,23 @@ def bench_decode(folder):
                 models[name].generate(torch.tensor([prompt], device=compute_device), n, temperature=1.0, top_k=200).tolist()
         else:
             with runtime.autocast(compute_device, compute_dtype):
-                tokens = models[name].generate([prompt], new_tokens, temperature=1.0, top_k=200)
+                if compiled and name not in steps:
+                    t0 = time.perf_counter()
+                    steps[name] = copy.deepcopy(models[name])  # whose weights are in compute_dtype from then on
+                    steps[name] = steps[name], steps[name].compile_step(1)
+                    compiling[name] = time.perf_counter() - t0
+                model, step = steps[name] if compiled else (models[name], None)
+                tokens = model.generate([prompt], new_tokens, temperature=1.0, top_k=200, compiled=step)
                 next(tokens)  # reads the prompt
                 t0 = time.perf_counter()
                 n = sum(1 for _ in tokens)
-        return {"tok_per_sec": n / (time.perf_counter() - t0), "cache": cache_bytes.get(name)}
+        return {"tok_per_sec": n / (time.perf_counter() - t0), "cache": cache_bytes.get(name), "compiling": compiling.get(name) if compiled else None}
 
-    found = take_turns("decode", rows, measure, warm_up=1)
+    found = take_turns("decode", labels, measure, warm_up=1)
     print_table(f"decoding: 12 layers, 12 heads, 768 wide, {context} tokens of context, batch 1, temperature 1, top_k 200"
                 + ("; nanoGPT: its generate, as its sample.py runs it" if nanogpt else ""),
                 found, [("tokens/s", "tok_per_sec", ".1f"), ("ratio", "tok_per_sec", ".2f", rows[0]), ("cache bytes a token", "cache"),
-                        ("ratio", "cache", ".3f", names[0])])
+                        ("ratio", "cache", ".3f", names[0]), ("compile s", "compiling", ".1f")])
 
 
 # ---------------------------------------------------------------------------------------------------

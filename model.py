@@ -77,17 +77,33 @@ def attend(q, k, v, mask, dropout):
     mask: (B, 1, T, S) boolean, True where a query may look; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
+    if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA's CPU kernel is slow at one query
+        return look_up(q.unflatten(1, (k.size(1), -1)).squeeze(3), k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
                                        enable_gqa=q.size(1) != k.size(1))
     return y.transpose(1, 2).flatten(2)
 
 
+def look_up(q, k, v, mask, scale):
+    """
+    Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd) and v (B, nkv, S, vd) -> (B, nkv, G, vd): queries that
+    share their keys, nh / nkv heads of one position or all heads of several. mask: boolean, of a shape that goes with (B, nkv, G, S).
+    """
+    fuse = torch.compiler.is_compiling() and q.device.type == "cpu"  # to sums that read k and v as they lie; see compile_step
+    scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1) if fuse else (q @ k.transpose(2, 3)).float()
+    p = (scores * scale).masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
+    return (p.unsqueeze(-1).float() * v.unsqueeze(2).float()).sum(3).type_as(q) if fuse else p @ v
+
+
 def write_cache(cache, positions, *new):
-    """Writes each of `new` (B, T, ...) into its cache tensor (B, S, ...) at `positions` (B, T); returns the cache."""
+    """
+    Writes each of `new` (B, T, heads, hd) into its cache tensor (B, heads, S, hd) at `positions` (B, T). Each head's keys lie
+    together there, which a CPU reads several times faster. Returns the whole cache as `new` lies: (B, S, heads, hd).
+    """
     row = torch.arange(positions.size(0), device=positions.device)[:, None]
     for old, values in zip(cache, new):
-        old[row, positions] = values.to(old.dtype)
-    return cache
+        old[row, :, positions] = values.to(old.dtype)  # with an index before and behind it, the slice comes last: (B, T, heads, hd)
+    return [tensor.transpose(1, 2) for tensor in cache]
 
 
 class GPT2Attention(nn.Module):
@@ -101,7 +117,7 @@ class GPT2Attention(nn.Module):
 
     def new_cache(self, batch, length, **like):
         hd = self.c_proj.in_features // self.n_head
-        return [torch.zeros(batch, length, self.n_head, hd, **like) for _ in "kv"]
+        return [torch.zeros(batch, self.n_head, length, hd, **like) for _ in "kv"]
 
     def forward(self, x, rope, positions, mask, cache):
         B, T, C = x.shape
@@ -126,7 +142,7 @@ class LlamaAttention(nn.Module):
         self.k_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
 
     def new_cache(self, batch, length, **like):
-        return [torch.zeros(batch, length, self.n_kv_head, self.head_dim, **like) for _ in "kv"]
+        return [torch.zeros(batch, self.n_kv_head, length, self.head_dim, **like) for _ in "kv"]
 
     def forward(self, x, rope, positions, mask, cache):
         B, T, C = x.shape
@@ -192,7 +208,7 @@ class MLA(nn.Module):
         self.o_proj = nn.Linear(c.n_head * self.v_dim, c.n_embd, bias=gpt2)
 
     def new_cache(self, batch, length, **like):
-        return [torch.zeros(batch, length, self.rank + self.rope_dim, **like)]
+        return [torch.zeros(batch, 1, length, self.rank + self.rope_dim, **like)]
 
     def forward(self, x, rope, positions, mask, cache):
         B, T, _ = x.shape
@@ -205,8 +221,8 @@ class MLA(nn.Module):
             q_pe = rotate(neighbours_to_halves(q_pe.float()), rope).type_as(q)
             k_pe = rotate(neighbours_to_halves(k_pe.float())[:, :, None], rope)[:, :, 0].type_as(q)  # (B, T, rope)
         if cache is not None:
-            keys, = write_cache(cache, positions, torch.cat((latent, k_pe), dim=-1))
-            return self.o_proj(self.absorbed(q_nope, q_pe, keys, mask))
+            keys, = write_cache(cache, positions, torch.cat((latent, k_pe), dim=-1)[:, :, None])
+            return self.o_proj(self.absorbed(q_nope, q_pe, keys.type_as(q), mask))
         kv = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope_dim + self.v_dim)
         k_nope, v = kv.split([self.nope_dim, self.v_dim], dim=-1)
         q = torch.cat((q_nope, q_pe), dim=-1)
@@ -214,15 +230,14 @@ class MLA(nn.Module):
         return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
 
     def absorbed(self, q_nope, q_pe, keys, mask):
-        """Attention over cached keys (B, S, rank + rope), without building a key or a value of any head -> (B, T, nh * v)."""
+        """Attention over cached keys (B, S, 1, rank + rope), without building a key or a value of any head -> (B, T, nh * v)."""
         B, T = q_nope.shape[:2]
         up = self.kv_b_proj.weight.view(self.n_head, self.nope_dim + self.v_dim, self.rank).to(q_nope.dtype)
         up_k, up_v = up.split([self.nope_dim, self.v_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
-        q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)  # (B, T * nh, rank + rope): heads are but more queries
-        scores = (q @ keys.type_as(q).transpose(1, 2)).float() / math.sqrt(self.nope_dim + self.rope_dim)
-        scores = scores.view(B, T, self.n_head, -1).masked_fill(~mask.transpose(1, 2), -math.inf)
-        summed = scores.softmax(-1).type_as(q).flatten(1, 2) @ keys[..., :self.rank].type_as(q)  # (B, T * nh, rank)
+        q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)[:, None]  # (B, 1, T * nh, rank + rope): heads are but more queries
+        keys, mask = keys.transpose(1, 2), mask.repeat_interleave(self.n_head, 2)  # (B, 1, S, rank + rope), (B, 1, T * nh, S)
+        summed = look_up(q, keys, keys[..., :self.rank], mask, 1 / math.sqrt(self.nope_dim + self.rope_dim))
         return torch.einsum("bthr,hdr->bthd", summed.view(B, T, self.n_head, self.rank), up_v).flatten(2)
 
 
@@ -417,7 +432,7 @@ class GPT(nn.Module):
             where = slice(T) if positions is None else positions
             rope = [table[where].view(-1, T, 1, table.size(1)) for table in (self.rope_cos, self.rope_sin)]
         if cache is not None:
-            S = cache[0][0].size(1)
+            S = cache[0][0].size(2)
             mask = (torch.arange(S, device=idx.device) <= positions[..., None])[:, None]  # (B, 1, T, S)
 
         x = self.transformer.drop(x)
@@ -445,8 +460,38 @@ class GPT(nn.Module):
         return 6 * self.matmul_params() + 6 * c.n_layer * T * c.n_head * widths
 
     @torch.no_grad()
+    def compile_step(self, batch):
+        """
+        Compiles what decodes one token for each of `batch` rows, for generate's `compiled` -> (step, cache). One shape and one graph,
+        whatever comes: the cache is as long as the model's positions and used again and again. To be called in the autocast that
+        generate will be called in: the matrices stay in its dtype from here on, and the model is for decoding only. (Uncompiled,
+        autocast casts them once and remembers; in a compiled step it would cast all of them for each token.)
+        """
+        self.eval()
+        dtype, device = self.cache_dtype(), self.lm_head.weight.device
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                for name, p in list(module.named_parameters()):  # a new one: a tied head's table stays as it is
+                    setattr(module, name, nn.Parameter(p.to(dtype), requires_grad=False))
+        cache = self.new_cache(batch, self.config.max_seq_len, dtype)
+        for tensor in sum(cache, []):
+            torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
+        compiled = torch.compile(self, dynamic=False, fullgraph=True, mode="reduce-overhead" if device.type == "cuda" else None)
+
+        def step(idx, positions, cache):
+            # For a single row PyTorch's own bfloat16 product of matrix and vector reads twice the bytes a second that oneDNN's does
+            # (torch 2.13, avx512); for more it is many times slower, and so it would be for look_up's products: they are fused.
+            with torch.backends.mkldnn.flags(enabled=batch > 1, allow_tf32=None):
+                return compiled(idx, positions=positions, cache=cache)
+
+        idx, positions = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))  # one for both would be another graph
+        for _ in range(3):  # CUDA graphs are recorded at the second
+            step(idx, positions, cache)
+        return step, cache
+
+    @torch.no_grad()
     def generate(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(),
-                 seed=None, n_vocab=None):
+                 seed=None, n_vocab=None, compiled=None):
         """
         Continues a batch of prompts from a KV cache; yields, for each new position, a list of B ids, with None
         for rows that have stopped.
@@ -454,7 +499,8 @@ class GPT(nn.Module):
         prompts: list of B non-empty lists of ids, of any lengths. No row's logits depend on the others.
         temperature 0 is greedy. top_k (0: off), top_p (Holtzman et al. 2020; 1: off) and min_p (Nguyen et al.
         2024; 0: off) are applied in this order, as in transformers. A row ends after one of stop_ids, which is
-        yielded. n_vocab: ids from here on, the padding of the vocabulary, are never sampled.
+        yielded. n_vocab: ids from here on, the padding of the vocabulary, are never sampled. compiled: from compile_step, for
+        as many rows as there are prompts; what reads the prompts is not compiled.
         A row that fills max_seq_len goes on from its last part, max_seq_len - (tokens still wanted) but at
         least half of it: all positions change then, so the cache is filled anew.
         """
@@ -463,6 +509,9 @@ class GPT(nn.Module):
         rows = [list(prompt) for prompt in prompts]
         if not rows or not all(rows):
             raise ValueError("prompts: expected at least one, and none without ids")
+        step, static_cache = compiled or (self, None)
+        if static_cache and static_cache[0][0].size(0) != len(rows):
+            raise ValueError(f"{len(rows)} prompts: the step is compiled for {static_cache[0][0].size(0)}")
         running = [True] * len(rows)
         cache = None
         was_training = self.training
@@ -476,13 +525,13 @@ class GPT(nn.Module):
                     # what pads a short prompt is cached too, and overwritten before any query looks that far
                     idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
                     positions = torch.arange(width, device=device).expand_as(idx)
-                    cache = self.new_cache(len(rows), min(width + max_new_tokens - done, max_len), self.cache_dtype())
+                    cache = static_cache or self.new_cache(len(rows), min(width + max_new_tokens - done, max_len), self.cache_dtype())
                     x = self.hidden_states(idx, positions, cache=cache)
                     logits = self.lm_head(x[range(len(rows)), [len(row) - 1 for row in rows]])  # of the last of each row
                 else:
                     idx = torch.tensor([[row[-1]] for row in rows], device=device)
                     positions = torch.tensor([[len(row) - 1] for row in rows], device=device)
-                    logits = self(idx, positions=positions, cache=cache)[:, -1]
+                    logits = step(idx, positions=positions, cache=cache)[:, -1]
                 if not logits.isfinite().all():
                     raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")
                 new = sample_logits(logits.float(), temperature, top_k, top_p, min_p, generator, n_vocab).tolist()

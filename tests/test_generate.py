@@ -3,15 +3,16 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+import runtime
 from model import sample_logits
 from test_model import VARIANTS, new_gpt
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 1], [300], [12, 13, 14]]
 
 
-def new_lively_gpt(variant):
+def new_lively_gpt(variant, **changes):
     """With blocks strong enough that greedy text does not repeat itself, which would show nothing."""
-    gpt = new_gpt(variant).eval()
+    gpt = new_gpt(variant, **changes).eval()
     for p in gpt.transformer.h.parameters():
         p.data *= 4
     return gpt
@@ -81,6 +82,44 @@ def test_a_full_row_does_not_change_its_neighbours():
     alone = [ids[0] for ids in gpt.generate([[1, 2, 3]], 30, temperature=0)]
     beside = [ids[1] for ids in gpt.generate([list(range(40)), [1, 2, 3]], 30, temperature=0)]
     assert alone == beside
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gpt2_mla", "qwen3", "llama_mla"])
+def test_compiled_decoding_equals_the_plain_way_and_compiles_once(variant):
+    """Prompts of different lengths, one that stops early, and more tokens than the model has positions: the cache is filled anew."""
+    torch.compiler.reset()
+    gpt = new_lively_gpt(variant, n_layer=1)
+    expected = [greedy_without_cache(gpt, prompt, 30)[0] for prompt in PROMPTS]
+    assert all(len(set(row)) > 5 for row in expected)
+    beyond = list(gpt.generate(PROMPTS, 60, temperature=0))
+    stop = expected[1][9]
+    stopped = list(gpt.generate(PROMPTS, 20, temperature=0, stop_ids=[stop]))
+    tied = gpt.transformer.wte.weight
+    before = runtime.graphs_compiled()
+    compiled = gpt.compile_step(3)
+    assert runtime.graphs_compiled() == before + 1
+    assert list(map(list, zip(*gpt.generate(PROMPTS, 30, temperature=0, compiled=compiled)))) == expected
+    assert list(gpt.generate(PROMPTS, 60, temperature=0, compiled=compiled)) == beyond
+    assert list(gpt.generate(PROMPTS, 20, temperature=0, stop_ids=[stop], compiled=compiled)) == stopped
+    assert None in [token for tokens in stopped for token in tokens]
+    assert runtime.graphs_compiled() == before + 1
+    assert gpt.transformer.wte.weight is tied
+    with pytest.raises(ValueError, match="2 prompts"):
+        list(gpt.generate(PROMPTS[:2], 5, compiled=compiled))
+
+
+def test_a_compiled_row_in_bfloat16_keeps_its_matrices_and_the_uncompiled_logits():
+    """The step of a single row, whose products are made otherwise than those of more."""
+    torch.compiler.reset()
+    gpt = new_gpt("gpt2_mla", n_layer=1).eval()
+    idx, positions = torch.randint(0, 384, (1, 20)), torch.arange(20)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = gpt(idx)
+        step, cache = gpt.compile_step(1)
+        logits = torch.cat([step(idx[:, i:i + 1], positions[:, i:i + 1], cache) for i in range(20)], 1)
+    assert cache[0][0].dtype == gpt.lm_head.weight.dtype == torch.bfloat16 and gpt.transformer.wte.weight.dtype == torch.float32
+    assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
+    assert torch.backends.mkldnn.enabled
 
 
 def test_stop_ids_end_a_row_and_not_the_others():
