@@ -42,7 +42,7 @@ from prepare_data import get_tokenizer, read_shard, shard_header
 
 # ---------------------------------------------------------------------------------------------------
 # settings
-what: str = "all"  # or some of train, chat, loss, ddp, prep and decode, with commas between
+what: str = "all"  # or some of train, chat, loss, ddp, prep and decode, with commas between; or soak
 variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: what is compared: arch, or arch+attention
 nanogpt: Optional[str] = None  # train, decode: a checkout of nanoGPT, the reference then; else the first of the variants is
 rounds: Optional[int] = None  # times each variant has its turn; None: 3, on GPUs, whose speed drifts less, 2
@@ -55,6 +55,7 @@ chat_args: Optional[str] = None  # chat: settings of chat_sft.py; None: 4 rows o
 context: int = 1024  # decode: tokens in the cache when the timed ones come
 new_tokens: int = 64  # decode: timed tokens a round
 prep_files: Optional[str] = None  # prep: texts, as --files of prepare_data.py, for the gpt2 tokenizer against tiktoken alone
+minutes: float = 120.0  # soak: how long
 profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py, of the first of the variants, into trace.json
 one_loss: Optional[Literal["ours", "full", "recompute", "torch"]] = None  # how bench.py starts itself for a row of the loss table
 config, given = configure(globals())
@@ -62,8 +63,8 @@ config, given = configure(globals())
 SCRIPTS = Path(__file__).resolve().parent
 TABLES = ("train", "chat", "loss", "ddp", "prep", "decode")
 wanted = TABLES if what == "all" else [part.strip() for part in what.split(",")]
-if not set(wanted) <= set(TABLES):
-    fail(f"--what={what}: expected all, or some of {', '.join(TABLES)}")
+if not set(wanted) <= {*TABLES, "soak"}:
+    fail(f"--what={what}: expected all, or some of {', '.join(TABLES)}, or soak")
 names = [name.strip() for name in variants.split(",")]
 for name in names:
     if name.partition("+")[0] not in ("gpt2", "llama") or name.partition("+")[2] not in ("", "mla"):
@@ -71,6 +72,7 @@ for name in names:
 if nanogpt is not None and not (Path(nanogpt) / "train.py").is_file():
     fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
 expect_range(config, 1, math.inf, "rounds", "context")
+expect_range(config, 1, math.inf, "minutes")
 expect_range(config, 2, math.inf, "new_tokens")
 expect_range(config, 5 if profile else 2, math.inf, "train_iters")
 _, _, compute_device = runtime.init_process(device)
@@ -258,6 +260,33 @@ def bench_ddp(folder):
     print_table(f"data parallel: torchrun train_gpt2.py {' '.join(size)} --compile={compile}; a step is 2 micro-batches on each rank, "
                 f"which has {'a GPU' if on_gpu else 'one thread'}",
                 found, [("tokens/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", 1)], labels={1: "1 rank", n: f"{n} ranks"})
+
+
+# one long run, with its evaluations, samples and checkpoints: speed and memory are to stay what they are
+def bench_soak(folder):
+    command = [sys.executable, SCRIPTS / "train_gpt2.py", *size, "--max_iters=1000000000", "--gradient_accumulation_steps=1",
+               "--log_interval=10", "--eval_interval=50", "--eval_iters=4", f"--compile={compile}", f"--dtype={compute_dtype}",
+               f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/soak"]
+    with open(f"{folder}/soak.txt", "w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as run:
+        begun, seen = time.time(), []
+        print(f"soak: train_gpt2.py {' '.join(size)} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
+              f"{'minutes':>9}{'step':>9}{'tokens/s':>10}{'resident MB':>13}", flush=True)
+        while run.poll() is None and time.time() - begun < 60 * minutes:
+            time.sleep(3 * minutes)  # twenty lines, however long it is
+            log = Path(folder, "soak", "log.jsonl")
+            steps = [json.loads(line) for line in log.read_text().splitlines() if "tok_per_sec" in line] if log.exists() else []
+            if run.poll() is None and len(steps) > 1:
+                resident = int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(run.pid)])) / 1024
+                seen.append((statistics.median(step["tok_per_sec"] for step in steps[-5:]), resident))
+                print(f"{(time.time() - begun) / 60:>9.1f}{steps[-1]['iter']:>9,}{seen[-1][0]:>10,.0f}{resident:>13,.0f}", flush=True)
+        if run.poll() is not None:
+            output.seek(0)
+            fail(f"train_gpt2.py ended with code {run.returncode}: {output.read()[-500:]}")
+        run.terminate()
+    quarter = max(1, len(seen) // 4)  # the first line is still warming up
+    for what_it_is, values in zip(("tokens/s", "resident MB"), zip(*seen[1:])):
+        first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+        print(f"{what_it_is}: {first:,.0f} in the first quarter, {last:,.0f} in the last, {100 * (last / first - 1):+.1f} %", flush=True)
 
 
 def profile_steps(folder):
@@ -467,7 +496,7 @@ with tempfile.TemporaryDirectory() as folder:
         profile_steps(folder)
         raise SystemExit(0)
     # decode is the last: what this process takes counts in the peak of resident memory of those that it starts (Linux)
-    for name, bench in zip(TABLES, (bench_train, bench_chat, bench_loss, bench_ddp, bench_prep, bench_decode)):
+    for name, bench in zip((*TABLES, "soak"), (bench_train, bench_chat, bench_loss, bench_ddp, bench_prep, bench_decode, bench_soak)):
         if name in wanted:
             t0 = time.time()
             bench(folder)
