@@ -62,7 +62,7 @@ max_seq_len: Optional[int] = None  # tokens of a row; None: 2048, or the model's
 # model
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
 # optimizer
-optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices, AdamW for the rest; adamw_spam: AdamW that clips spikes
+optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes
 learning_rate: float = 1e-4  # peak
 epochs: float = 1.0  # passes over the rows
 max_iters: Optional[int] = None  # steps, counted from the start of the run; None: as many as the epochs take

@@ -71,7 +71,7 @@ qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part;
 v_head_dim: Optional[int] = None  # mla: width of a head's value; None: n_embd / n_head
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
 # optimizer
-optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices, AdamW for the rest; adamw_spam: AdamW that clips spikes
+optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes
 learning_rate: float = 6e-4  # peak
 max_iters: int = 50000  # steps, counted from the start of the run
 weight_decay: float = 0.1  # of matrices and embeddings; norms and biases have none
