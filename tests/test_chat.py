@@ -19,7 +19,7 @@ from model import GPT, GPTConfig, IGNORE, packed
 from prepare_data import (best_fit, chat_fault, chat_rows, chat_tokens, decode_chat, fit_conversation, get_tokenizer,
                           parse_mixture, python_conversations, render_chat)
 from test_model import VARIANTS, new_gpt
-from test_train import check_compiled, load, same
+from test_train import PRUNED, SPAM, check_compiled, load, same
 
 BYTES = get_tokenizer("bytes")
 E, S, U, A, END = 256, 257, 258, 259, 260  # <|endoftext|>, <|system|>, <|user|>, <|assistant|>, <|end|>
@@ -295,7 +295,7 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(base, chats, sft,
     assert not [name for name in load(tmp_path / "two")["model"] if name.startswith(("module.", "_orig_mod."))]
 
 
-@pytest.mark.parametrize("extra", [[], ["--pack=False", "--dropout=0.1"]], ids=["packed", "unpacked_dropout"])
+@pytest.mark.parametrize("extra", [[], ["--pack=False", "--dropout=0.1"], [*SPAM, *PRUNED]], ids=["packed", "unpacked_dropout", "spam_pruned"])
 def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra):
     args = [*SFT, *extra, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", "--eval_interval=5",
             "--lr_decay_iters=20", "--sample_tokens=0"]
@@ -304,7 +304,8 @@ def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra):
     for stop in (15, 20):  # the rows are made anew once
         run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}", f"--chat_dir={tmp_path}/rows{stop}")
     whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
-    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss"):
+    assert whole.keys() == parts.keys() and ("masks" in whole) == ("--sparsity=0.7" in extra)
+    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss", *(["masks"] if "masks" in whole else [])):
         assert same(whole[key], parts[key]), key
     assert read_log(tmp_path / "whole", "train_loss", "val_loss") == read_log(tmp_path / "parts", "train_loss", "val_loss")
 

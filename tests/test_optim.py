@@ -159,7 +159,7 @@ def test_ranks_that_share_out_the_orthogonalising_have_the_update_of_one(tmp_pat
 # adamw_spam
 
 def learn(optimizer, steps, spike_at=None):
-    """A GPT learns by heart which id follows which; at one step noise 100,000 times its size comes upon each gradient. -> losses, weights."""
+    """A GPT learns by heart which id follows which; at one step each gradient gets noise of 100,000 times its size. -> losses, weights."""
     gpt = small_gpt("gpt2")
     groups = new_optimizer(gpt, optimizer, 3e-3, 0.9, 0.95, 0.1)
     x = torch.arange(64).view(8, 8) * 7 % 32
@@ -204,7 +204,7 @@ def with_moments(shape=(1000,), **settings):
 
 
 def test_spikes_are_clipped_by_the_formula():
-    """g^2 / v > 5000 -> sign(g) sqrt(5000 v), element by element; not where v is zero, nor what is not finite, nor in the first 20 steps."""
+    """g^2 / v > 5000 -> sign(g) sqrt(5000 v); not where v is zero, nor what is not finite, nor in the first 20 steps."""
     p, optimizer = with_moments()
     g = torch.randn(1000) * torch.logspace(-3, 3, 1000)
     g[:3], g[500], g[501] = 1e6, torch.nan, -torch.inf
@@ -217,7 +217,7 @@ def test_spikes_are_clipped_by_the_formula():
         p.grad = g.clone()
         clip_spikes(optimizer, step)
         torch.testing.assert_close(p.grad, torch.tensor(expected) if clipped else g, rtol=1e-6, atol=0, equal_nan=True)
-    p, optimizer = with_moments(spam_interval=50)  # a tenth of 500: two steps of 20
+    p, optimizer = with_moments(spam_interval=50)  # a tenth of 500: 2 steps instead of 20
     for step, clipped in ((51, False), (52, True)):
         p.grad = g.clone()
         clip_spikes(optimizer, step)
@@ -225,9 +225,10 @@ def test_spikes_are_clipped_by_the_formula():
 
 
 def test_spam_resets_its_moments_and_warms_up_again():
-    """The factors are 1 - 0.99 (1 + cos(pi t / 150)) / 2, worked out by hand for the quarters; none before the first reset."""
+    """The factors are 1 - 0.99 (1 + cos(pi t / 150)) / 2, worked out by hand at thirds and halves; none before the first reset."""
     p, optimizer = with_moments()
-    for step, factor in ((0, 1), (75, 1), (499, 1), (500, 0.01), (550, 0.2575), (575, 0.505), (600, 0.7525), (650, 1), (999, 1), (1000, 0.01)):
+    for step, factor in ((0, 1), (75, 1), (499, 1), (500, 0.01), (550, 0.2575), (575, 0.505), (600, 0.7525), (650, 1), (999, 1),
+                         (1000, 0.01)):
         p.grad = torch.full_like(p, 0.5)
         optimizer.step()
         set_rates(optimizer, 2e-4, step)
