@@ -282,6 +282,17 @@ def test_a_spike_rolls_back_to_the_last_checkpoint_and_goes_on_past_it(tmp_path)
     assert all(same(load(tmp_path / "o")[key], load(tmp_path / "p")[key]) for key in ("model", "masks"))
 
 
+def test_adamw_spam_clips_what_noise_brings(tmp_path):
+    """Letters that text has not hold tiny second moments; then come the rows of step 25. Until their gradient it is AdamW's run."""
+    data = poisoned(tmp_path / "data", [25])
+    logs = []
+    for optimizer in ("adamw", "adamw_spam"):
+        run("train_gpt2.py", *ARGS, f"--data_dir={data}", f"--out_dir={tmp_path / optimizer}", "--max_iters=26", f"--optimizer={optimizer}")
+        logs.append(read_log(tmp_path / optimizer, "train_loss", "grad_norm"))
+    adamw, spam = logs
+    assert all(adamw[key] == spam[key] for key in adamw if key != ("grad_norm", 26)) and spam["grad_norm", 26] < 0.9 * adamw["grad_norm", 26]
+
+
 def test_without_a_way_out_the_run_stops_with_its_last_checkpoint(tmp_path):
     data = poisoned(tmp_path / "data", range(75, 150))
     output = run("train_gpt2.py", *ARGS, f"--data_dir={data}", f"--out_dir={tmp_path}/o", "--max_iters=90", "--spike_loss=1.5", "--max_faults=3", code=2)

@@ -217,8 +217,8 @@ def test_spikes_are_clipped_by_the_formula():
         p.grad = g.clone()
         clip_spikes(optimizer, step)
         torch.testing.assert_close(p.grad, torch.tensor(expected) if clipped else g, rtol=1e-6, atol=0, equal_nan=True)
-    p, optimizer = with_moments(spam_interval=50)  # a tenth of 500: 2 steps instead of 20
-    for step, clipped in ((51, False), (52, True)):
+    for interval, step, clipped in ((50, 51, False), (50, 52, True), (5000, 19, False), (5000, 20, True)):  # 2 steps of 50, 20 of 5000
+        p, optimizer = with_moments(spam_interval=interval)
         p.grad = g.clone()
         clip_spikes(optimizer, step)
         assert (p.grad[spikes] != g[spikes]).any() == clipped

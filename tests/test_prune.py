@@ -93,14 +93,17 @@ def test_what_is_pruned_moves_no_more_and_counts_in_no_norm():
         assert (zeros == 0).all() and not zeros.signbit().any()
 
 
-def test_equal_scores_go_in_order():
-    """Ranks whose weights are the same have the same masks, whatever sorts them."""
+def test_equal_scores_go_in_order_behind_what_is_pruned():
+    """Ranks whose weights are the same have the same masks, whatever sorts them, and zero_init's zeros are not taken for pruned."""
     gpt = small_gpt("gpt2")
     masks = new_masks(gpt, None, 0.25)
-    for name in masks:
-        torch.nn.init.ones_(gpt.get_parameter(name))
+    for name, mask in masks.items():
+        torch.nn.init.zeros_(gpt.get_parameter(name))
+        mask[-1, -1] = True
     prune(gpt, None, masks, 5, 0.25, "magnitude", "layer", begin=5, end=5, interval=1)
-    assert all(torch.equal(mask.flatten(), torch.arange(mask.numel()) < mask.numel() // 4) for mask in masks.values())
+    for mask in masks.values():
+        n = mask.numel()
+        assert torch.equal(mask.flatten(), (torch.arange(n) < n // 4 - 1) | (torch.arange(n) == n - 1))
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +135,10 @@ def test_weights_that_were_pruned_stay_so_in_the_next_run_if_told(pruned, shards
     before = load(pruned[0])
     assert "WARNING" not in run("train_gpt2.py", *start, f"--out_dir={tmp_path}/sparse", "--sparsity=0.6").split("settings given")[0]
     after = load(tmp_path / "sparse")
-    for name, mask in before["masks"].items():
+    for i, (name, mask) in enumerate(before["masks"].items()):
         assert torch.equal(after["masks"][name], mask) and torch.equal(after["model"][name] == 0, mask)
         assert not torch.equal(after["model"][name], before["model"][name])
+        assert torch.equal(after["optimizer"]["state"][i]["exp_avg"] == 0, mask)  # no gradient ever came
     assert "the weights that were pruned grow back" in run("train_gpt2.py", *start, f"--out_dir={tmp_path}/dense")
     assert all((load(tmp_path / "dense")["model"][name] == 0).sum() < mask.sum() / 2 for name, mask in before["masks"].items())
     from model import GPT, GPTConfig
