@@ -29,7 +29,8 @@ import runtime
 from configurator import configure, expect_range, fail
 from evaluate import evenly, load_problems, score_for_log, task_names, validation_loss
 from model import GPT, GPTConfig, IGNORE, packed
-from optim import check_schedule, get_lr, new_optimizer, set_rates
+from optim import (check_schedule, clip_spikes, get_lr, mask_gradients, new_masks, new_optimizer, plan_pruning, prune, set_rates,
+                   sparsity_of)
 from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, rows_to_windows, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ max_seq_len: Optional[int] = None  # tokens of a row; None: 2048, or the model's
 # model
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
 # optimizer
-optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the hidden matrices, AdamW for the rest
+optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes
 learning_rate: float = 1e-4  # peak
 epochs: float = 1.0  # passes over the rows
 max_iters: Optional[int] = None  # steps, counted from the start of the run; None: as many as the epochs take
@@ -73,12 +74,20 @@ embedding_lr: Optional[float] = None  # peak of the embeddings, and of a head ti
 head_lr: Optional[float] = None  # llama: peak of the head; None: learning_rate
 vector_lr: Optional[float] = None  # peak of biases and of norms; None: learning_rate
 grad_clip: float = 1.0  # norm to which gradients are clipped; 0: not at all
+spam_interval: int = 500  # adamw_spam: steps between resets of its moments
 # its schedule
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay, linear at the end
 warmup_iters: Optional[int] = None  # steps of linear rise; None: a tenth of the run, 100 at most
 lr_decay_iters: Optional[int] = None  # step at which min_lr is reached; None: max_iters
 min_lr: float = 0.0  # the end of the decay
 wsd_decay_frac: float = 0.2  # wsd: the part of lr_decay_iters in which the rate falls
+# pruning
+sparsity: float = 0.0  # part of the hidden matrices' weights that is zero in the end; 0: dense
+prune_by: Literal["magnitude", "state"] = "magnitude"  # what goes first: small weights; state: those with small gradients, too
+prune_scope: Literal["layer", "global"] = "layer"  # the part of each matrix, or of all together
+prune_begin: Optional[int] = None  # step at which sparsity begins to rise; None: a tenth of max_iters
+prune_end: Optional[int] = None  # step at which it is reached; None: three quarters of max_iters
+prune_interval: Optional[int] = None  # steps between two prunings; None: a hundredth of the rise
 # health
 spike_loss: float = 3.0  # a loss over this many times its moving average rolls the run back to its last checkpoint; 0: off
 spike_norm: float = 100.0  # so does a gradient norm over this many times its own; 0: off
@@ -110,7 +119,7 @@ if resuming:
     if "optimizer" not in checkpoint:
         fail(f"--init_from=resume: {out_dir} holds a model without the state of its training; start a new run with "
              f"--init_from={out_dir} --out_dir=...")
-    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed", "optimizer"),
+    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed", "optimizer", "sparsity"),
                                    per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
     if "epochs" in given and "max_iters" not in given:
         config["max_iters"] = None
@@ -129,9 +138,10 @@ expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems"
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
              "muon_lr", "embedding_lr", "head_lr", "vector_lr", "weight_decay", "grad_clip", "epochs", "keep_interval", "spike_loss", "spike_norm")
 expect_range(config, 4, math.inf, "max_seq_len")
-expect_range(config, 1, math.inf, "max_faults")
+expect_range(config, 1, math.inf, "max_faults", "spam_interval", "prune_end", "prune_interval")
+expect_range(config, 0, math.inf, "prune_begin")
 expect_range(config, 0, 1, "rollback_lr")
-expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout")
+expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout", "sparsity")
 expect_range(config, 0, 2 ** 63 - 1, "seed")
 
 if keep_interval % eval_interval:
@@ -233,6 +243,7 @@ if warmup_iters is None:
     warmup_iters = min(100, decay_iters // 10)
 try:
     check_schedule(lr_schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac)
+    pruning = plan_pruning(config, max_iters)
 except ValueError as error:
     fail(error)
 
@@ -263,7 +274,11 @@ else:
 # sampling and scoring: with fsdp the blocks themselves are compiled, for their one shape, and all ranks run them together
 eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else nullcontext
 
-optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, weight_decay, embedding_lr, head_lr, vector_lr, muon_lr)
+optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, weight_decay, embedding_lr, head_lr, vector_lr, muon_lr,
+                          spam_interval)
+masks = new_masks(orig_model, checkpoint, sparsity)  # what is pruned
+if not sparsity and "masks" in (checkpoint or {}):
+    runtime.print_once("WARNING: the weights that were pruned grow back; --sparsity, as it was, keeps them zero")
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
@@ -312,7 +327,8 @@ def save():
         "model": weights, "optimizer": state, "scaler": scaler.state_dict(), "health": dict(health),
         "model_args": model_args, "config": config, "tokenizer": tokenizer_name, "data": fingerprint, "stage": "chat",
         "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
-        "val_iter": val_iter}, keep_as)  # val_loss is that of step val_iter: a step is saved before it is evaluated
+        "val_iter": val_iter,  # val_loss is that of step val_iter: a step is saved before it is evaluated
+        **({"masks": masks} if sparsity else {})}, keep_as)
 
 
 def saved(saving):
@@ -327,6 +343,7 @@ def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
     checkpoint = runtime.load_checkpoint(out_dir)
     runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
+    masks.update(new_masks(orig_model, checkpoint, sparsity))
     if scaler.is_enabled():
         scaler.load_state_dict(checkpoint["scaler"])
     return checkpoint["iter_num"]
@@ -343,6 +360,8 @@ runtime.print_once(
     f"from {introduction}\n"
     f"run: {max_iters:,} steps of {rows_per_step} rows ({rows_per_step * max_seq_len:,} places), "
     f"{max_iters * rows_per_step / len(train_rows):.2f} epochs; {world_size} x {compute_device.type}, {compute_dtype}")
+if sparsity:
+    runtime.print_once(f"pruning: {pruning}")
 changed = ", ".join(f"{name}={value}" for name, value in given.items())
 runtime.print_once(f"settings given: {changed or 'none, all defaults'}")
 if rank == 0:
@@ -458,6 +477,10 @@ while True:
     lr *= rollback_lr if iter_num < health["calm_until"] else 1.0
     set_rates(optimizer, lr, iter_num)
     scaler.unscale_(optimizer)
+    if sparsity:
+        mask_gradients(orig_model, masks)
+    if config["optimizer"] == "adamw_spam":
+        clip_spikes(optimizer, iter_num)
     grad_norm = torch.nn.utils.clip_grad_norm_(orig_model.parameters(), grad_clip or math.inf)
     grad_norm = (grad_norm.full_tensor() if fsdp else grad_norm).item()
     clipped += grad_clip > 0 and grad_norm > grad_clip
@@ -492,6 +515,8 @@ while True:
             skipped += 1
             runtime.print_once(f"WARNING: step {iter_num}: {fault}: it is skipped, {skipped} so far")
             iter_num += 1
+    if sparsity:
+        prune(orig_model, optimizer, masks, iter_num, **pruning)
 
     # log
     if runtime.graphs_compiled() > graphs_expected + recompiles:
@@ -507,16 +532,18 @@ while True:
         left = (max_iters - iter_num) * seconds / steps_summed
         if rank == 0:
             scale = {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
+            pruned = {"sparsity": sparsity_of(masks)} if sparsity else {}
             print(f"step {iter_num}/{max_iters}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
                   f"{1000 * seconds / steps_summed:.0f} ms, {tok_per_sec:,.0f} useful tok/s ({100 * useful_share:.1f}%), "
                   f"mfu {100 * mfu:.1f}%, " + "".join(f"scale {s:.0f}, " for s in scale.values())
+                  + "".join(f"sparsity {100 * s:.2f}%, " for s in pruned.values())
                   + f"left {int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}", flush=True)
             runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, train_loss=train_loss, lr=lr,
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               useful=useful_share, targets=targets_summed, shape=list(inputs[0].shape),
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
                               rollbacks=rollbacks, clipped=clipped, wait=waited / seconds,
-                              epoch=rows_seen / len(train_rows), **scale)
+                              epoch=rows_seen / len(train_rows), **scale, **pruned)
         loss_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, 0, 0, 0, 0.0, 0.0, time.time()
 
     if stopping:

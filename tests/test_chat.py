@@ -19,7 +19,7 @@ from model import GPT, GPTConfig, IGNORE, packed
 from prepare_data import (best_fit, chat_fault, chat_rows, chat_tokens, decode_chat, fit_conversation, get_tokenizer,
                           parse_mixture, python_conversations, render_chat)
 from test_model import VARIANTS, new_gpt
-from test_train import check_compiled, load, same
+from test_train import PRUNED, SPAM, check_compiled, load, same
 
 BYTES = get_tokenizer("bytes")
 E, S, U, A, END = 256, 257, 258, 259, 260  # <|endoftext|>, <|system|>, <|user|>, <|assistant|>, <|end|>
@@ -295,8 +295,9 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(base, chats, sft,
     assert not [name for name in load(tmp_path / "two")["model"] if name.startswith(("module.", "_orig_mod."))]
 
 
-@pytest.mark.parametrize("extra, ranks", [([], 1), (["--pack=False", "--dropout=0.1"], 1), (["--optimizer=muon", "--compile=True"], 2)],
-                         ids=["packed", "unpacked_dropout", "muon_compiled_two_ranks"])
+@pytest.mark.parametrize("extra, ranks", [([], 1), (["--pack=False", "--dropout=0.1"], 1), (["--optimizer=muon", "--compile=True"], 2),
+                                          ([*SPAM, *PRUNED], 1)],
+                         ids=["packed", "unpacked_dropout", "muon_compiled_two_ranks", "spam_pruned"])
 def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra, ranks):
     args = [*SFT, *extra, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", "--eval_interval=5",
             "--lr_decay_iters=20", "--sample_tokens=0"]
@@ -306,7 +307,8 @@ def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra, ra
         run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}", f"--chat_dir={tmp_path}/rows{stop}",
             ranks=ranks)
     whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
-    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss"):
+    assert whole.keys() == parts.keys() and ("masks" in whole) == ("--sparsity=0.7" in extra)
+    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss", *(["masks"] if "masks" in whole else [])):
         assert same(whole[key], parts[key]), key
     assert read_log(tmp_path / "whole", "train_loss", "val_loss") == read_log(tmp_path / "parts", "train_loss", "val_loss")
 

@@ -200,8 +200,9 @@ def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(shards, whole, tmp
         assert value == pytest.approx(other[key, step], abs=1e-5 if step <= 20 else 1e-4), (key, step)
 
 
-@pytest.mark.parametrize("extra", [[], ["--arch=llama", "--attention=mla", "--kv_lora_rank=8", "--recompute=True"], ["--compile=True"]],
-                         ids=["gpt2", "llama_mla_recompute", "compiled"])
+@pytest.mark.parametrize("extra", [[], ["--arch=llama", "--attention=mla", "--kv_lora_rank=8", "--recompute=True"], ["--compile=True"],
+                                   ["--optimizer=adamw_spam", "--spam_interval=10"]],
+                         ids=["gpt2", "llama_mla_recompute", "compiled", "adamw_spam"])
 def test_a_sharded_model_is_the_model(shards, tmp_path, extra):
     """fsdp against one rank: losses, samples, scores; its checkpoint goes on whole, and the whole one's sharded."""
     (tmp_path / "tasks" / "hellaswag").mkdir(parents=True)
@@ -264,17 +265,32 @@ def poisoned(folder, steps, seed=1337):
 
 def test_a_spike_rolls_back_to_the_last_checkpoint_and_goes_on_past_it(tmp_path):
     data = poisoned(tmp_path / "data", [75])
-    args = [*ARGS, f"--data_dir={data}", "--max_iters=90", "--spike_loss=1.5", "--rollback_lr=0.5", "--init_from=auto"]
+    args = [*ARGS, f"--data_dir={data}", "--max_iters=90", "--spike_loss=1.5", "--rollback_lr=0.5", "--init_from=auto",
+            "--sparsity=0.3", "--prune_begin=10", "--prune_end=80", "--prune_interval=3"]  # at 70 and 73: of these the rollback undoes one
     output = run("train_gpt2.py", *args, f"--out_dir={tmp_path}/o")
     assert "is a spike: over 1.5 times its average" in output and "back to step 70, and on past these rows" in output
     log = read_log(tmp_path / "o", "tokens", "lr", "rollbacks")
     assert log["tokens", 90] == (90 + 6) * 256 and log["rollbacks", 90] == 1  # five good steps and the bad one were for nothing
     assert log["lr", 90] == pytest.approx(0.5 * (6e-5 + (3e-3 - 6e-5) * 0.5 * (1 + math.cos(math.pi * 87 / 88))), rel=1e-4)
     assert not math.isnan(load(tmp_path / "o")["val_loss"]) and runtime.read_log(tmp_path / "o" / "log.jsonl")[1]["rollback"]
+    entries = map(json.loads, (tmp_path / "o" / "log.jsonl").read_text().splitlines())
+    pruned = [(entry["iter"], entry["sparsity"]) for entry in entries if "sparsity" in entry and entry["iter"] in (70, 71, 73)]
+    assert pruned[:3] == pruned[3:] and [i for i, _ in pruned[:3]] == [70, 71, 73] and pruned[0][1] == pruned[1][1] < pruned[2][1]
     # interrupted behind the rollback, it goes the same way
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/p", "--max_iters=80", "--lr_decay_iters=90")
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/p", "--lr_decay_iters=90")
-    assert same(load(tmp_path / "o")["model"], load(tmp_path / "p")["model"])
+    assert all(same(load(tmp_path / "o")[key], load(tmp_path / "p")[key]) for key in ("model", "masks"))
+
+
+def test_adamw_spam_clips_what_noise_brings(tmp_path):
+    """Letters that text has not hold tiny second moments; then come the rows of step 25. Until their gradient it is AdamW's run."""
+    data = poisoned(tmp_path / "data", [25])
+    logs = []
+    for optimizer in ("adamw", "adamw_spam"):
+        run("train_gpt2.py", *ARGS, f"--data_dir={data}", f"--out_dir={tmp_path / optimizer}", "--max_iters=26", f"--optimizer={optimizer}")
+        logs.append(read_log(tmp_path / optimizer, "train_loss", "grad_norm"))
+    adamw, spam = logs
+    assert all(adamw[key] == spam[key] for key in adamw if key != ("grad_norm", 26)) and spam["grad_norm", 26] < 0.9 * adamw["grad_norm", 26]
 
 
 def test_without_a_way_out_the_run_stops_with_its_last_checkpoint(tmp_path):

@@ -1,11 +1,11 @@
-"""The schedule against torch's own, and which parameters decay; Muon against its formula."""
+"""The schedule against torch's own, and which parameters decay; Muon and SPAM against their formulas."""
 import socket
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optim import get_lr, new_optimizer, set_rates
+from optim import clip_spikes, get_lr, new_optimizer, set_rates
 
 
 def rates(schedule, steps=101, **changes):
@@ -153,3 +153,99 @@ def test_ranks_that_share_out_the_orthogonalising_have_the_update_of_one(tmp_pat
     assert same(one[:2], first[:2]) and same(first, second)
     owners = list(first[2].values())
     assert one[2] == {} and len(owners) == 14 and owners.count(0) == owners.count(1) == 7
+
+
+# ---------------------------------------------------------------------------------------------------
+# adamw_spam
+
+def learn(optimizer, steps, spike_at=None):
+    """A GPT learns by heart which id follows which; at one step each gradient gets noise of 100,000 times its size. -> losses, weights."""
+    gpt = small_gpt("gpt2")
+    groups = new_optimizer(gpt, optimizer, 3e-3, 0.9, 0.95, 0.1)
+    x = torch.arange(64).view(8, 8) * 7 % 32
+    losses = []
+    for step in range(steps):
+        loss = gpt(x, (5 * x + 1) % 32) / 64
+        loss.backward()
+        losses.append(loss.item())
+        torch.manual_seed(step)
+        for p in gpt.parameters() if step == spike_at else ():
+            p.grad += 1e5 * p.grad.abs().mean() * torch.randn_like(p)
+        set_rates(groups, 3e-3, step)
+        if optimizer == "adamw_spam":
+            clip_spikes(groups, step)
+        groups.step()
+        groups.zero_grad()
+    return losses, list(gpt.parameters())
+
+
+def test_spam_learns_on_behind_a_spike_where_adamw_stands_still():
+    """AdamW's second moments take hundreds of steps to forget it, in which next to nothing moves."""
+    clean, adamw, spam = (learn(*args, steps=240, **spike)[0] for args, spike in
+                          ((["adamw_spam"], {}), (["adamw"], {"spike_at": 60}), (["adamw_spam"], {"spike_at": 60})))
+    assert clean[60] == adamw[60] == spam[60] < 1.2
+    assert clean[-1] < 0.01 and spam[-1] < 0.1 and adamw[-1] > 0.9
+
+
+def test_spam_without_spikes_and_resets_is_torchs_adamw():
+    for p, q in zip(learn("adamw", 50)[1], learn("adamw_spam", 50)[1]):
+        assert (p - q).abs().max() <= 1e-6
+
+
+def with_moments(shape=(1000,), **settings):
+    """One parameter of an adamw_spam optimizer that has taken a step, its second moments from 0 to 1e-3."""
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = new_optimizer(model, "adamw_spam", 1e-3, 0.9, 0.95, 0.1, **settings)
+    model.weight.grad = torch.ones(shape)
+    optimizer.step()
+    optimizer.state[model.weight]["exp_avg_sq"] = torch.linspace(0, 1e-3, model.weight.numel()).view(shape)
+    return model.weight, optimizer
+
+
+def test_spikes_are_clipped_by_the_formula():
+    """g^2 / v > 5000 -> sign(g) sqrt(5000 v); not where v is zero, nor what is not finite, nor in the first 20 steps."""
+    p, optimizer = with_moments()
+    g = torch.randn(1000) * torch.logspace(-3, 3, 1000)
+    g[:3], g[500], g[501] = 1e6, torch.nan, -torch.inf
+    v, expected = optimizer.state[p]["exp_avg_sq"].tolist(), g.tolist()
+    spikes = [i for i in range(1000) if v[i] > 0 and abs(expected[i]) < 1e30 and expected[i] ** 2 / v[i] > 5000]
+    for i in spikes:
+        expected[i] = (1 if expected[i] > 0 else -1) * (5000 * v[i]) ** 0.5
+    assert 100 < len(spikes) < 900
+    for step, clipped in ((0, False), (19, False), (20, True), (499, True), (500, False), (519, False), (520, True)):
+        p.grad = g.clone()
+        clip_spikes(optimizer, step)
+        torch.testing.assert_close(p.grad, torch.tensor(expected) if clipped else g, rtol=1e-6, atol=0, equal_nan=True)
+    for interval, step, clipped in ((50, 51, False), (50, 52, True), (5000, 19, False), (5000, 20, True)):  # 2 steps of 50, 20 of 5000
+        p, optimizer = with_moments(spam_interval=interval)
+        p.grad = g.clone()
+        clip_spikes(optimizer, step)
+        assert (p.grad[spikes] != g[spikes]).any() == clipped
+
+
+def test_spam_resets_its_moments_and_warms_up_again():
+    """The factors are 1 - 0.99 (1 + cos(pi t / 150)) / 2, worked out by hand at thirds and halves; none before the first reset."""
+    p, optimizer = with_moments()
+    for step, factor in ((0, 1), (75, 1), (499, 1), (500, 0.01), (550, 0.2575), (575, 0.505), (600, 0.7525), (650, 1), (999, 1),
+                         (1000, 0.01)):
+        p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+        set_rates(optimizer, 2e-4, step)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
+        state = optimizer.state[p]
+        assert all((state[name] == 0).all() == (step % 500 == 0) for name in ("step", "exp_avg", "exp_avg_sq")), step
+    before = p.detach().clone()
+    optimizer.step()  # as an AdamW's first step: whatever the gradient is, the rate, 2e-6 here, beside the decay
+    torch.testing.assert_close(p.detach(), before * (1 - 2e-6 * optimizer.param_groups[0]["weight_decay"]) - 2e-6, rtol=0, atol=1e-10)
+    p, optimizer = with_moments(spam_interval=10)  # 3 of 10, as 150 of 500
+    for step, factor in ((9, 1), (10, 0.01), (11, 0.2575), (12, 0.7525), (13, 1)):
+        set_rates(optimizer, 2e-4, step)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
+
+
+def test_adamw_keeps_the_groups_it_had():
+    """What adamw_spam needs is in its own groups alone, and so in its own checkpoints."""
+    keys = {*torch.optim.AdamW([torch.zeros(1)]).param_groups[0], "lr_scale"}
+    for optimizer, more in (("adamw", set()), ("adamw_spam", {"spam_interval"})):
+        assert all(group.keys() == keys | more for group in new_optimizer(small_gpt("gpt2"), optimizer, 1e-3, 0.9, 0.95, 0.1).param_groups)

@@ -17,6 +17,8 @@ from test_model import transformers_twin
 LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
 MUON = [*LLAMA, "--embed_norm=True", "--zero_init=True", "--optimizer=muon", "--compile=True"]
 MLA = ["--attention=mla", "--kv_lora_rank=8"]
+SPAM = ["--optimizer=adamw_spam", "--spam_interval=7"]  # two resets in 20 steps
+PRUNED = ["--sparsity=0.7", "--prune_begin=2", "--prune_end=13", "--prune_interval=4"]  # at 6, 10 and 13
 
 
 def load(out_dir):
@@ -129,7 +131,9 @@ def test_a_last_batch_that_is_not_full_counts_each_row_once(shards, tmp_path):
     assert read_log(tmp_path / "o", "val_loss")["val_loss", 0] == pytest.approx(loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("extra, ranks", [([], 1), ([*LLAMA, "--dropout=0.1"], 1), (MUON, 2)], ids=["gpt2", "llama_dropout", "muon_two_ranks"])
+@pytest.mark.parametrize("extra, ranks", [([], 1), ([*LLAMA, "--dropout=0.1"], 1), (MUON, 2), (SPAM, 1),
+                                          ([*LLAMA, *PRUNED, "--prune_by=state", "--prune_scope=global"], 2)],
+                         ids=["gpt2", "llama_dropout", "muon_two_ranks", "spam", "pruned_two_ranks"])
 def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra, ranks):
     args = [*TINY, *extra, f"--data_dir={shards}", "--eval_interval=5", "--lr_decay_iters=20", "--sample_tokens=0"]
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=ranks)
@@ -138,7 +142,8 @@ def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra, ranks):
         output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}", ranks=ranks)
         assert "changed on resume: max_iters" in output
     whole, parts = load(tmp_path / "whole"), load(tmp_path / "parts")
-    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss"):
+    assert whole.keys() == parts.keys() and ("masks" in whole) == ("--sparsity=0.7" in extra)
+    for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss", *(["masks"] if "masks" in whole else [])):
         assert same(whole[key], parts[key]), key
     assert read_log(tmp_path / "whole", "train_loss", "val_loss") == read_log(tmp_path / "parts", "train_loss", "val_loss")
 
@@ -240,7 +245,9 @@ def test_ready_made_shards_train_without_conversion(gpt2_vocabulary, tmp_path):
     (["--batch_size=0"], ["batch_size=0"]), (["--beta2=1.0"], ["beta2=1.0"]), (["--warmup_iters=30"], ["warmup_iters=30"]),
     (["--init_from=nowhere.pt"], ["nowhere.pt", "no checkpoint"]), (["--init_from=resume"], ["no checkpoint"]),
     (["--n_layers=3"], ["n_layers", "did you mean --n_layer"]), (["--seed=-1"], ["seed=-1"]), (["--min_lr=1"], ["min_lr=1.0", "0.003"]),
-    (["--lr_schedule=wsd", "--warmup_iters=17"], ["warmup_iters=17", "16 steps"]),
+    (["--lr_schedule=wsd", "--warmup_iters=17"], ["warmup_iters=17", "16 steps"]), (["--spam_interval=0"], ["spam_interval=0", "at least 1"]),
+    (["--sparsity=1"], ["sparsity=1.0"]), (["--sparsity=0.5", "--prune_end=1"], ["prune_begin=2", "prune_end=1"]),
+    (["--sparsity=0.5", "--fsdp=True"], ["sparsity=0.5", "fsdp=True"]),
 ])
 def test_mistakes_are_refused_in_one_line(shards, tmp_path, args, words):
     line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", *args)
