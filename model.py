@@ -578,7 +578,7 @@ def add_lora(model, rank, alpha, dropout, targets):
     wanted = [target.strip() for target in targets.split(",")] if targets != "all" else ["attn", "mlp"]
     for target in wanted:
         if not any(f".{target}." in f".{name}." for name in names):
-            known = dict.fromkeys(part for name in sorted(names) for part in (*name.split("."), name))
+            known = dict.fromkeys(part for name in sorted(names) for part in name.split("."))
             raise ValueError(f"{target!r} is none of this model's matrices: expected all, or some of {', '.join(known)}")
     model.requires_grad_(False)
     linears = [(block, name) for block, name in linears if any(f".{target}." in f".{name}." for target in wanted)]
