@@ -1,5 +1,5 @@
 """LoRA: the adapters against their formula, merged against unmerged, and runs whose checkpoints hold the adapters alone."""
-import json
+import io
 import shutil
 from dataclasses import asdict
 
@@ -124,7 +124,6 @@ def test_a_step_changes_adapters_alone_and_a_rollback_takes_them_back():
 
 
 def write(checkpoint):
-    import io
     f = io.BytesIO()
     torch.save(checkpoint, f)
     f.seek(0)
