@@ -28,7 +28,7 @@ import torch.distributed as dist
 import runtime
 from configurator import configure, expect_range, fail
 from evaluate import evenly, load_problems, score_for_log, task_names, validation_loss
-from model import GPT, GPTConfig, IGNORE, packed
+from model import GPT, GPTConfig, IGNORE, add_lora, packed
 from optim import (check_schedule, clip_spikes, get_lr, mask_gradients, new_masks, new_optimizer, plan_pruning, prune, set_rates,
                    sparsity_of)
 from prepare_data import chat_rows, chat_tokens, decode_chat, get_tokenizer, rows_to_windows, token_bytes
@@ -61,6 +61,11 @@ gradient_accumulation_steps: int = 8  # micro-batches of a step, over all ranks:
 max_seq_len: Optional[int] = None  # tokens of a row; None: 2048, or the model's positions where those are fewer
 # model
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
+# LoRA: the model stays as it is, and small matrices beside its own train; a checkpoint holds those alone
+lora_rank: int = 0  # their width; 0: off, the model itself trains
+lora_alpha: float = 32.0  # what they add is scaled by lora_alpha / lora_rank: another rank needs no other learning rate
+lora_dropout: float = 0.0  # on what they take in
+lora_targets: str = "all"  # the matrices they stand beside: all, attn, mlp, or names as q_proj,v_proj,mlp.c_proj
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes
 learning_rate: float = 1e-4  # peak
@@ -111,7 +116,7 @@ if init_from == "auto":
     fail("--init_from=auto: a chat run starts from a model, so give --init_from=auto:PATH")
 resuming = init_from == "resume" or init_from.startswith("auto:") and runtime.found_checkpoint(out_dir)
 source = out_dir if resuming else init_from.removeprefix("auto:")
-checkpoint = runtime.load_checkpoint(source)
+checkpoint = runtime.load_checkpoint(source, merge=not resuming)
 if resuming:
     if checkpoint["stage"] != "chat":
         fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model, whose run is not one of chat_sft.py; to tune it give "
@@ -119,8 +124,11 @@ if resuming:
     if "optimizer" not in checkpoint:
         fail(f"--init_from=resume: {out_dir} holds a model without the state of its training; start a new run with "
              f"--init_from={out_dir} --out_dir=...")
-    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed", "optimizer", "sparsity"),
-                                   per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
+    if lora_rank and "lora" not in checkpoint:
+        fail(f"--lora_rank={lora_rank}: the run in {out_dir} trains the model itself; to tune it with LoRA give --init_from={out_dir}/ckpt.pt "
+             f"and another --out_dir")
+    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed", "optimizer", "sparsity", "lora_rank",
+                                   "lora_alpha", "lora_targets"), per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
     if "epochs" in given and "max_iters" not in given:
         config["max_iters"] = None
 if "epochs" in given and "max_iters" in given:
@@ -136,14 +144,24 @@ if max_seq_len > positions:
 # process
 expect_range(config, 1, math.inf, "eval_interval", "eval_iters", "eval_problems", "log_interval", "batch_size", "gradient_accumulation_steps")
 expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr",
-             "muon_lr", "embedding_lr", "head_lr", "vector_lr", "weight_decay", "grad_clip", "epochs", "keep_interval", "spike_loss", "spike_norm")
+             "muon_lr", "embedding_lr", "head_lr", "vector_lr", "weight_decay", "grad_clip", "epochs", "keep_interval", "spike_loss", "spike_norm",
+             "lora_rank")
+expect_range(config, 1e-6, math.inf, "lora_alpha")
 expect_range(config, 4, math.inf, "max_seq_len")
 expect_range(config, 1, math.inf, "max_faults", "spam_interval", "prune_end", "prune_interval")
 expect_range(config, 0, math.inf, "prune_begin")
 expect_range(config, 0, 1, "rollback_lr")
-expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout", "sparsity")
+expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout", "sparsity", "lora_dropout")
 expect_range(config, 0, 2 ** 63 - 1, "seed")
 
+for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+    if name in given and not lora_rank:
+        fail(f"--{name}={given[name]}: with --lora_rank=0 there is no LoRA; give its rank, e.g. --lora_rank=16")
+if lora_rank and sparsity:
+    fail(f"--sparsity={sparsity}: with --lora_rank={lora_rank} the matrices that would be pruned do not train; expected 0")
+if lora_rank and (optimizer != "adamw" or (embedding_lr, head_lr, vector_lr) != (None, None, None)):
+    fail(f"--lora_rank={lora_rank}: its matrices train with --optimizer=adamw and --learning_rate, and nothing else does; leave out "
+         f"the other optimizer and rates")
 if keep_interval % eval_interval:
     fail(f"--keep_interval={keep_interval}: checkpoints are saved every --eval_interval={eval_interval} steps: expected a multiple of it")
 
@@ -254,6 +272,22 @@ orig_model = GPT(GPTConfig(**model_args))
 if not resuming:  # a resumed run's weights come with its optimizer's state, below
     orig_model.load_state_dict(checkpoint["model"])
 orig_model.recompute = recompute
+n_params = sum(p.numel() for p in orig_model.parameters())
+lora = {}  # what a checkpoint says of the base that it does not hold
+if lora_rank:
+    if resuming:
+        lora = {"lora": checkpoint["lora"]}
+        orig_model.load_state_dict(runtime.load_base(checkpoint["lora"], checkpoint["path"]))
+    else:
+        lora = {"lora": {"alpha": lora_alpha, **runtime.new_base(source, checkpoint, out_dir)}}
+    torch.manual_seed(seed)
+    try:
+        n_adapters = add_lora(orig_model, lora_rank, lora_alpha, lora_dropout, lora_targets)
+    except ValueError as error:
+        fail(f"--lora_targets={lora_targets}: {error}")
+    n_trained = sum(p.numel() for p in orig_model.parameters() if p.requires_grad)
+    runtime.print_once(f"LoRA: {n_trained:,} parameters train, beside {n_adapters} matrices of the model's {n_params:,}; a checkpoint takes "
+                       f"{12 * n_trained / 2 ** 20:.1f} MiB")  # float32, each with AdamW's two means
 
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation alike. Whatever has another shape, and
 # every checkpoint, uses orig_model, whose parameters are the very same tensors.
@@ -263,7 +297,6 @@ if compile:
     if problem:
         runtime.print_once(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
         compile = False
-n_params = sum(p.numel() for p in orig_model.parameters())
 if fsdp:  # block by block, and compiled so: what lies between the blocks is not
     runtime.shard(orig_model, compute_device, compute_dtype, compile_options if compile else None)
     model = compiled = orig_model
@@ -328,7 +361,7 @@ def save():
         "model_args": model_args, "config": config, "tokenizer": tokenizer_name, "data": fingerprint, "stage": "chat",
         "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
         "val_iter": val_iter,  # val_loss is that of step val_iter: a step is saved before it is evaluated
-        **({"masks": masks} if sparsity else {})}, keep_as)
+        **lora, **({"masks": masks} if sparsity else {})}, keep_as)
 
 
 def saved(saving):
@@ -341,7 +374,7 @@ def saved(saving):
 
 def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
-    checkpoint = runtime.load_checkpoint(out_dir)
+    checkpoint = runtime.load_checkpoint(out_dir, merge=False)
     runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     masks.update(new_masks(orig_model, checkpoint, sparsity))
     if scaler.is_enabled():

@@ -232,7 +232,7 @@ class MLA(nn.Module):
     def absorbed(self, q_nope, q_pe, keys, mask):
         """Attention over cached keys (B, S, 1, rank + rope), without building a key or a value of any head -> (B, T, nh * v)."""
         B, T = q_nope.shape[:2]
-        up = self.kv_b_proj.weight.view(self.n_head, self.nope_dim + self.v_dim, self.rank).to(q_nope.dtype)
+        up = merged_weight(self.kv_b_proj).view(self.n_head, self.nope_dim + self.v_dim, self.rank).to(q_nope.dtype)
         up_k, up_v = up.split([self.nope_dim, self.v_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
         q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)[:, None]  # (B, 1, T * nh, rank + rope): heads are but more queries
@@ -309,7 +309,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets):
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         weight_x = weight.to(x.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for i in range(0, x.size(0), LOSS_CHUNK):
@@ -321,14 +321,15 @@ class LinearCrossEntropy(torch.autograd.Function):
             onehot = torch.arange(logits.size(-1), device=x.device) == tc  # fused away when compiled
             dlogits = (((logits - lse).exp() - onehot.float()) * valid).to(x.dtype)
             dx[i:i + LOSS_CHUNK] = dlogits @ weight_x
-            dweight += dlogits.t() @ xc
-        ctx.save_for_backward(dx, dweight.to(weight.dtype))
+            if dweight is not None:
+                dweight += dlogits.t() @ xc
+        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
         dx, dweight = ctx.saved_tensors
-        return (dx * grad_loss).to(dx.dtype), (dweight * grad_loss).to(dweight.dtype), None
+        return (dx * grad_loss).to(dx.dtype), None if dweight is None else (dweight * grad_loss).to(dweight.dtype), None
 
 
 def linear_cross_entropy(x, weight, targets):
@@ -454,10 +455,14 @@ class GPT(nn.Module):
         return sum(p.numel() for name, p in self.named_parameters() if name not in looked_up)
 
     def flops_per_token(self, T):
-        """FLOPs to train on a token of a row of T: 6 a weight, 12 n_layer T C for attention (Chowdhery et al. 2022, appendix B)."""
+        """
+        FLOPs to train on a token of a row of T: 6 a weight, 12 n_layer T C for attention (Chowdhery et al. 2022, appendix B).
+        A frozen weight (LoRA) has no gradient of its own, which is 2 of the 6.
+        """
         c, hd = self.config, self.config.n_embd // self.config.n_head
         widths = (c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim) if c.attention == "mla" else 2 * hd  # of q . k and p . v
-        return 6 * self.matmul_params() + 6 * c.n_layer * T * c.n_head * widths
+        frozen = 0 if self.lm_head.weight.requires_grad else sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * self.matmul_params() - 2 * frozen + 6 * c.n_layer * T * c.n_head * widths
 
     @torch.no_grad()
     def compile_step(self, batch):
@@ -582,6 +587,62 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, genera
     if min_p > 0:
         probs = probs.masked_fill(probs < min_p * probs.max(-1, keepdim=True).values, 0.0)
     return torch.multinomial(probs, 1, generator=generator).squeeze(1)  # multinomial normalises
+
+
+# ---------------------------------------------------------------------------------------------------
+# LoRA (Hu et al. 2021): a frozen model learns through small matrices beside its own
+
+class LoRALinear(nn.Linear):
+    """
+    y = W x + b + alpha / rank B A dropout(x), with A (rank, in) and B (out, rank); W and b are those of `linear`, and frozen.
+    B starts at zero, so the model starts as it was; A as in the paper's code. alpha / rank keeps the size of an update much the
+    same from rank to rank (section 4.1), so that another rank wants no other learning rate.
+    """
+
+    def __init__(self, linear, rank, alpha, dropout):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.scale, self.drop = alpha / rank, nn.Dropout(dropout)
+
+    def forward(self, x):
+        return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_A), self.lora_B)
+
+
+def merged_weight(linear):
+    """The matrix (out, in) that a Linear layer, with an adapter or without, multiplies by in evaluation."""
+    return linear.weight + linear.scale * (linear.lora_B @ linear.lora_A) if isinstance(linear, LoRALinear) else linear.weight
+
+
+def add_lora(model, rank, alpha, dropout, targets):
+    """
+    Freezes a GPT and gives the matrices of its blocks that `targets` names an adapter; seed torch's global generator first.
+    targets: "all", or parts of their names with commas between: attn, mlp, c_attn, mlp.c_proj, ... One that none has is
+    refused: ValueError, naming those there are. -> number of adapters.
+    """
+    linears = [(block, name) for block in model.transformer.h for name, m in block.named_modules() if isinstance(m, nn.Linear)]
+    names = {name for _, name in linears}  # attn.c_attn, ...: what the matrices of each block are called
+    wanted = [target.strip() for target in targets.split(",")] if targets != "all" else ["attn", "mlp"]
+    for target in wanted:
+        if not any(f".{target}." in f".{name}." for name in names):
+            known = dict.fromkeys(part for name in sorted(names) for part in name.split("."))
+            raise ValueError(f"{target!r} is none of this model's matrices: expected all, or some of {', '.join(known)}")
+    model.requires_grad_(False)
+    linears = [(block, name) for block, name in linears if any(f".{target}." in f".{name}." for target in wanted)]
+    for block, name in linears:
+        block.set_submodule(name, LoRALinear(block.get_submodule(name), rank, alpha, dropout))
+    return len(linears)
+
+
+def merge_lora(state_dict, alpha):
+    """The state dict of a GPT with adapters as that of the plain GPT that it equals in evaluation."""
+    plain = {name: tensor for name, tensor in state_dict.items() if ".lora_" not in name}
+    for name in [name.removesuffix("lora_A") for name in state_dict if name.endswith(".lora_A")]:
+        A, B = state_dict[name + "lora_A"], state_dict[name + "lora_B"]
+        plain[name + "weight"] = plain[name + "weight"] + alpha / len(A) * (B @ A)
+    return plain
 
 
 # ---------------------------------------------------------------------------------------------------

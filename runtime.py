@@ -4,6 +4,7 @@ and its picture.
 
     python runtime.py out other-out   # draws the losses of several runs into runs.png
 """
+import hashlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import fail
-from model import GPT, GPTConfig, IGNORE, config_from_hf, from_hf
+from model import GPT, GPTConfig, IGNORE, config_from_hf, from_hf, merge_lora
 
 # ---------------------------------------------------------------------------------------------------
 # ranks, device, precision
@@ -233,13 +234,17 @@ def micro_steps_of(gradient_accumulation_steps, world_size):
 
 def get_state(model, optimizer, sharded):
     """
-    The state dicts of a model and its optimizer. Those of a sharded one as of a whole one, on the CPU of rank 0 and nowhere else;
-    it is called by all ranks together.
+    The state dicts of a model, without what is frozen in it (LoRA), and of its optimizer. Those of a sharded one as of a whole one,
+    on the CPU of rank 0 and nowhere else; it is called by all ranks together.
     """
     if not sharded:
-        return model.state_dict(), optimizer.state_dict()
+        weights = model.state_dict()
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if not p.requires_grad:
+                del weights[name]
+        return weights, optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     weights, theirs = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
     if dist.get_rank() > 0:
         return {}, {}
@@ -251,15 +256,16 @@ def get_state(model, optimizer, sharded):
 def load_state(model, optimizer, checkpoint, sharded):
     """
     The reverse of get_state, from a checkpoint that every rank has read. The groups' settings stay those of `optimizer`: on
-    resume they may have changed.
+    resume they may have changed. What is frozen in the model stays.
     """
     weights, state, groups = checkpoint["model"], checkpoint["optimizer"]["state"], optimizer.param_groups
     if not sharded:
-        model.load_state_dict(weights)
+        frozen = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        model.load_state_dict({**frozen, **weights})
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
-    options = StateDictOptions(full_state_dict=True)
+    options = StateDictOptions(full_state_dict=True, strict="lora" not in checkpoint)
     set_model_state_dict(model, weights, options=options)
     named = {id(p): name for name, p in model.named_parameters()}
     names = [named[id(p)] for group in groups for p in group["params"]]  # in the order of the numbers
@@ -310,6 +316,7 @@ def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
     """
     model.train()
     targets, good = max(int((x_y[1] != IGNORE).sum()), 1), True
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def report(ok, text):
         nonlocal good
@@ -325,7 +332,7 @@ def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
             expected = math.log(model.config.vocab_size)
             report(abs(losses[0] / expected - 1) < 0.05, f"the first loss is {losses[0]:.3f}; ln(vocabulary) is {expected:.3f}")
         if step < 3:  # behind a zero_init head, and then behind what writes into the residual stream, gradients come a step later
-            for name, p in model.named_parameters():
+            for name, p in trained.items():
                 norms[name] = max(norms.get(name, 0.0), p.grad.norm().item() if p.grad is not None else 0.0)
         if step == 2:
             unfed = [name for name, norm in norms.items() if norm == 0]
@@ -334,10 +341,10 @@ def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
             report(not unfed, f"{len(norms) - len(unfed)} of {len(norms)} parameters get a gradient" + "".join(f"; not {name}" for name in unfed[:5]))
             report(not vanishing, f"{len(vanishing)} gradients vanish (below a millionth of the median norm, {typical:.2e})"
                    + "".join(f"; {name}" for name in vanishing[:5]))
-            dead = {name: (p.grad.abs().sum(1) == 0).float().mean().item() for name, p in model.named_parameters()
-                    if p.grad is not None and name.endswith(("mlp.c_fc.weight", "mlp.up_proj.weight"))}
-            worst = max(dead, key=dead.get)
-            report(dead[worst] < 0.5, f"{100 * dead[worst]:.1f}% of the units of {worst.removesuffix('.weight')} are dead, at most of all layers")
+            dead = {name.rpartition(".")[0]: (p.grad.abs().sum(1) == 0).float().mean().item() for name, p in trained.items()
+                    if p.grad is not None and name.endswith(("mlp.c_fc.weight", "mlp.up_proj.weight", "mlp.c_fc.lora_B", "mlp.up_proj.lora_B"))}
+            for worst in sorted(dead, key=dead.get)[-1:]:  # none where LoRA leaves out the MLPs
+                report(dead[worst] < 0.5, f"{100 * dead[worst]:.1f}% of the units of {worst} are dead, at most of all layers")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -504,12 +511,14 @@ OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # what the hub has of
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}  # whose tokens a model of others takes, by the size of its vocabulary
 
 
-def load_checkpoint(path):
+def load_checkpoint(path, merge=True):
     """
     Whatever holds a model, on the CPU. path: a ckpt.pt of ours or of nanoGPT, or the out_dir it lies in; a Hugging Face
     folder of one of the four architectures; or one of OPENAI, from the hub. Nothing in it is executed (weights_only).
     -> a dict with at least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan where unknown) and val_iter.
     Where ckpt.pt is missing or damaged, the one before it is taken, and said.
+    A checkpoint of a LoRA run holds adapters and says where their base lies: they are merged into it, or with merge=False come
+    alone, as the run itself wants them.
     """
     if str(path) in OPENAI and not os.path.exists(path):
         path = download(path)
@@ -529,7 +538,10 @@ def load_checkpoint(path):
             assert not missing, f"it lacks {', '.join(sorted(missing))}"
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
             assert isinstance(checkpoint["val_loss"], float) and isinstance(checkpoint["iter_num"], int), "its val_loss or iter_num is no number"
-            check_shapes(checkpoint)
+            if merge:
+                merge_into_base(checkpoint, candidate)
+            if merge or "lora" not in checkpoint:
+                check_shapes(checkpoint)
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = in_words(error)
             continue
@@ -548,6 +560,57 @@ def load_checkpoint(path):
             problem = in_words(error)
     fail(f"{path}: no checkpoint that can be read there ({problem}); expected a ckpt.pt of train_gpt2.py or of nanoGPT, the folder it "
          f"lies in, a Hugging Face folder, or one of {', '.join(OPENAI)}")
+
+
+def new_base(path, checkpoint, out_dir):
+    """
+    What the checkpoints of a LoRA run say of the model it starts from, `checkpoint` from load_checkpoint(path): where it lies, as
+    given and absolute, and its fingerprint. One that the run would remove is refused.
+    """
+    place = checkpoint.get("path", str(path))
+    absolute = place if place in OPENAI and not os.path.exists(place) else os.path.abspath(place)
+    if os.path.dirname(absolute) == os.path.abspath(out_dir):
+        fail(f"--out_dir={out_dir}: holds {place}, the base of this LoRA run, which its checkpoints do not contain; give another folder")
+    return {"path": place, "absolute": absolute, "fingerprint": fingerprint(checkpoint)}
+
+
+def load_base(lora, adapters):
+    """
+    The weights that a LoRA run started from, merged where its base was one itself. lora: what its checkpoint says of them, see
+    new_base; adapters: that checkpoint's path, for the error where they are gone or others.
+    """
+    places = list(dict.fromkeys((lora["absolute"], lora["path"])))
+    problem = "there is nothing"
+    for place in places:
+        if os.path.exists(place) or place in OPENAI:
+            base = load_checkpoint(place, merge=False)
+            if fingerprint(base) == lora["fingerprint"]:
+                return merge_into_base(base, place)["model"]
+            problem = "other weights are there now"
+    fail(f"{adapters}: holds the adapters of a LoRA run without the weights they were trained on, which are to lie in "
+         f"{' or '.join(places)}: {problem}")
+
+
+def merge_into_base(checkpoint, path):
+    """A checkpoint of a LoRA run, from load_checkpoint(path, merge=False), as one of a plain model; others are left as they are."""
+    if "lora" in checkpoint:
+        checkpoint["fingerprint"] = fingerprint(checkpoint)
+        checkpoint["model"] = merge_lora({**load_base(checkpoint["lora"], path), **checkpoint["model"]}, checkpoint["lora"]["alpha"])
+    return checkpoint
+
+
+def fingerprint(checkpoint):
+    """
+    SHA-256 of a checkpoint's weights; of a LoRA run's, of its adapters and what it says of its base, for merged weights end in
+    bits that differ from machine to machine. So do the means that `foreign` pads a vocabulary with, from row 50257 on.
+    """
+    if "fingerprint" in checkpoint:  # taken before its adapters were merged
+        return checkpoint["fingerprint"]
+    digest = hashlib.sha256(json.dumps(checkpoint.get("lora")).encode())
+    for name, tensor in sorted(checkpoint["model"].items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor[:50257].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def in_words(error):
@@ -663,6 +726,7 @@ def introduce(path, checkpoint, n_params):
     trained = "" if not math.isfinite(checkpoint["val_loss"]) else \
         f", step {checkpoint['iter_num']}, val loss {checkpoint['val_loss']:.4f} at step {checkpoint['val_iter']}"
     args = checkpoint["model_args"]
+    trained += f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""
     return (f"{path}: {checkpoint['stage']} model, {args['arch']}{', mla' if args['attention'] == 'mla' else ''}, {args['n_layer']} layers, "
             f"{args['n_embd']} wide, {n_params / 1e6:.1f}M parameters, {args['max_seq_len']} positions, tokenizer {checkpoint['tokenizer']}{trained}")
 
