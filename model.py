@@ -378,7 +378,8 @@ class Distillation(torch.autograd.Function):
                 dT += ((2 * T * kl_c - dkl_du) * valid).sum()
 
             def gradient(z, hit, log_p):  # by the student's logits z
-                return (((1 - alpha) * ((z - lse).exp() - hit.float()) + alpha * T * ((z * u - lse_T).exp() - log_p.exp())) * valid).to(x.dtype)
+                plain, soft = (z - lse).exp() - hit.float(), (z * u - lse_T).exp() - log_p.exp()
+                return (((1 - alpha) * plain + alpha * T * soft) * valid).to(x.dtype)
 
             if teacher_weight is not None:
                 dlogits = gradient(logits, onehot, log_p)

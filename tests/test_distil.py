@@ -2,12 +2,17 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import model as model_module
-from model import IGNORE, distillation, linear_cross_entropy
+from conftest import TINY, read_log, refused, run
+from model import GPT, GPTConfig, IGNORE, distillation, linear_cross_entropy, packed
+from prepare_data import TeacherCache, chat_rows, rows_to_windows
+from test_chat import E, jsonl, turns
+from test_train import load, same
 
 N, C, V = 21, 12, 40  # in chunks of 8, and a last one that is not full
 
@@ -50,12 +55,14 @@ def check(ours, parts, theirs, their_parts, wanted):
 @pytest.mark.parametrize("T, alpha, compiled", [(1.0, 0.5, False), (2.0, 0.9, False), (0.5, 1.0, False), (4.0, 0.3, False), (2.0, 0.5, True)])
 def test_chunks_equal_the_formula_with_all_gradients(T, alpha, compiled):
     x, weight, targets, temperature, hidden, head = inputs(T)
+    n = 11 if compiled else N  # every chunk is compiled for itself
+    x, targets, hidden = x[:n], targets[:n], hidden[:n]
     loss = torch.compile(distillation, fullgraph=True, dynamic=False) if compiled else distillation
     wanted = x, weight, temperature
     check(*loss(x, weight, targets, alpha, temperature, hidden, head), *formula(x, weight, targets, alpha, temperature, hidden @ head.t()), wanted)
     for k in (V,) if compiled else (1, 5, V - 1, V):  # against the formula on the whole row that the cache stands for
         told, ids = top_k(hidden @ head.t(), k)
-        row = told[:, -1:].expand(N, V).scatter(-1, ids, told[:, :-1])
+        row = told[:, -1:].expand(n, V).scatter(-1, ids, told[:, :-1])
         assert row.exp().sum(-1).sub(1).abs().max() < 1e-5
         check(*loss(x, weight, targets, alpha, temperature, told, None, ids), *formula(x, weight, targets, alpha, temperature, row), wanted)
 
@@ -87,3 +94,170 @@ def test_a_fixed_temperature_has_no_gradient_and_bfloat16_is_near():
     with torch.autocast("cpu", torch.bfloat16):
         near, _ = distillation(x, weight, targets, 0.5, temperature.detach(), hidden, head)
     assert near.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------
+# the loops
+
+SHORT = [*TINY, "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0"]
+SFT = ["--batch_size=2", "--gradient_accumulation_steps=2", "--eval_iters=4", "--log_interval=1", "--learning_rate=3e-3", "--max_iters=4",
+       "--lr_decay_iters=4", "--warmup_iters=2", "--eval_interval=2", "--sample_tokens=0", "--device=cpu", "--dtype=float32", "--compile=False"]
+LOGGED = "train_loss", "ce_loss", "kl_loss", "temperature", "val_loss", "grad_norm"
+
+
+def distil(args, out_dir, *more, **how):
+    return run("train_gpt2.py", *args, f"--out_dir={out_dir}", *more, **how)
+
+
+@pytest.fixture(scope="module")
+def teacher(shards, tmp_path_factory):
+    """Of another architecture, another width and more positions than its student."""
+    out_dir = tmp_path_factory.mktemp("teacher") / "out"
+    distil([*TINY, f"--data_dir={shards}", "--arch=llama", "--n_embd=48", "--max_seq_len=64", "--sample_tokens=0"], out_dir)
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def runs(teacher, shards, tmp_path_factory):
+    """Two runs with a learned temperature, from the live teacher and from a cache of all its probabilities; their settings and folder."""
+    folder = tmp_path_factory.mktemp("runs")
+    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True"]
+    distil(args, folder / "live")
+    output = distil(args, folder / "cached", "--teacher_cache=384")
+    assert "384 likeliest ids for 52 rows" in output and "52 are missing" in output  # 6 steps of 8 rows, and what is read ahead
+    return args, folder
+
+
+def close(one, other, **within):
+    one, other = (read_log(out_dir, *LOGGED) for out_dir in (one, other))
+    assert one.keys() == other.keys() and len(one) == 6 * 5 + 4
+    for key in one:
+        assert one[key] == pytest.approx(other[key], **within), key
+
+
+def test_the_first_step_is_the_formula_and_the_temperature_moves(runs, teacher, shards):
+    from prepare_data import Windows
+    _, folder = runs
+    log = read_log(folder / "live", *LOGGED)
+    windows = Windows(str(shards), "train", 32)
+    x, y = map(torch.from_numpy, windows[rows_to_windows(range(8), len(windows), 1337)])
+    checkpoint = load(teacher)
+    theirs = GPT(GPTConfig(**checkpoint["model_args"])).eval()
+    theirs.load_state_dict(checkpoint["model"])
+    torch.manual_seed(1337)
+    student = GPT(GPTConfig(**load(folder / "live")["model_args"]))
+    with torch.no_grad():
+        loss, parts = formula(student.hidden_states(x).flatten(0, 1), student.lm_head.weight, y.flatten(), 0.5, 2.0, theirs(x).flatten(0, 1))
+    for key, value in zip(LOGGED, (loss, *parts)):
+        assert log[key, 1] == pytest.approx(value.item() / 256, rel=1e-5), key
+    assert log["kl_loss", 6] < 0.9 * log["kl_loss", 1] and log["val_loss", 6] < log["val_loss", 0]
+    temperatures = [log["temperature", i] for i in range(1, 7)]
+    assert len(set(temperatures)) == 6 and math.log(temperatures[5]) == pytest.approx(load(folder / "live")["teacher"]["log_temperature"], rel=1e-4)
+
+
+def test_a_cached_teacher_is_the_live_one(runs):
+    close(runs[1] / "live", runs[1] / "cached", rel=2e-3)  # float16
+
+
+@pytest.mark.parametrize("kind, extra", [("live", []), ("cached", ["--teacher_cache=384"])], ids=["live", "cached"])
+def test_two_ranks_are_one_and_twice_interrupted_is_uninterrupted(runs, shards, tmp_path, kind, extra):
+    args, folder = runs
+    distil(args, tmp_path / "two", *extra, ranks=2)
+    close(folder / kind, tmp_path / "two", abs=2e-5)
+    distil(args, tmp_path / "parts", *extra, "--max_iters=2")
+    for stop in (4, 6):
+        run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", f"--max_iters={stop}")
+    whole, parts = load(folder / kind), load(tmp_path / "parts")
+    for key in ("model", "optimizer", "teacher", "rows_seen", "iter_num", "best_val_loss", "val_loss"):
+        assert same(whole[key], parts[key]), key
+    assert read_log(folder / kind, *LOGGED) == read_log(tmp_path / "parts", *LOGGED)
+
+
+def test_sharded_and_compiled_with_a_teacher(runs, teacher, shards, tmp_path):
+    args = [*runs[0], "--learn_temperature=False"]
+    distil(args, tmp_path / "whole")
+    distil(args, tmp_path / "sharded", "--fsdp=True", ranks=2)
+    close(tmp_path / "whole", tmp_path / "sharded", abs=1e-4)
+    for kind, extra in (("whole", []), ("cached", ["--teacher_cache=5"])):  # one graph each, of which no teacher makes another
+        distil(args, tmp_path / f"{kind}_compiled", *extra, "--compile=True", "--compile_backend=aot_eager", "--eval_iters=2")
+        assert set(read_log(tmp_path / f"{kind}_compiled", "recompiles").values()) == {0}
+    compiled, eager = (read_log(tmp_path / name, "train_loss") for name in ("whole_compiled", "whole"))
+    assert all(compiled[key] == pytest.approx(eager[key], rel=1e-4) for key in eager)
+
+
+def test_chat_rows_are_taught_packed(teacher, tmp_path):
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    student = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, max_seq_len=64, vocab_size=384))
+    checkpoint = load(teacher)
+    theirs = GPT(GPTConfig(**checkpoint["model_args"])).eval()
+    theirs.load_state_dict(checkpoint["model"])
+    base.mkdir()
+    torch.save({**checkpoint, "model": student.state_dict(), "model_args": vars(student.config)}, base / "ckpt.pt")
+    data = jsonl(tmp_path / "chats.jsonl", [turns(f"say {i % 7}", f"{i % 7}" * 9) for i in range(120)])
+    args = [*SFT, f"--init_from={base}", f"--data={data}", f"--chat_dir={tmp_path}/rows", f"--teacher={teacher}", "--learn_temperature=True"]
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/live")
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/cached", "--teacher_cache=384", ranks=2)
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=2")
+    run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", "--max_iters=4", f"--chat_dir={tmp_path}/rows")
+    live, cached, parts = (read_log(tmp_path / name, *LOGGED) for name in ("live", "cached", "parts"))
+    assert live == parts and same(load(tmp_path / "live")["model"], load(tmp_path / "parts")["model"]) and live.keys() == cached.keys()
+    assert all(live[key] == pytest.approx(cached[key], rel=2e-3) for key in live)
+
+    rows, _, _ = chat_rows(tmp_path / "rows", str(data), None, "bytes", 64, True, 1337, False)
+    x, y = torch.from_numpy(rows[rows_to_windows(range(4), len(rows), 1337)].astype(np.int64)).unbind(1)
+    y = torch.where(y == E, IGNORE, y)
+    with torch.no_grad():
+        loss, _ = formula(student.hidden_states(x, *packed(x, E)).flatten(0, 1), student.lm_head.weight, y.flatten(), 0.5, 2.0,
+                          theirs(x, None, *packed(x, E)).flatten(0, 1))
+    assert live["train_loss", 1] == pytest.approx(loss.item() / (y != IGNORE).sum().item(), rel=1e-5)
+
+
+def test_what_does_not_match_is_refused(runs, teacher, shards, tmp_path):
+    args, folder = runs
+    other = {**load(teacher), "tokenizer": "gpt2"}
+    torch.save(other, tmp_path / "gpt2.pt")
+    line = refused("train_gpt2.py", *args, f"--teacher={tmp_path}/gpt2.pt", f"--out_dir={tmp_path}/o")
+    assert "gpt2's, 384 ids" in line and "bytes's, 384 ids" in line
+    for words, more in (("max_seq_len=65", ["--max_seq_len=65"]), ("from 0 to 384", ["--teacher_cache=385"]), ("of which teacher", ["--teacher=None"]),
+                        ("teacher_weight=1.5", ["--teacher_weight=1.5"]), ("teacher_temperature=0", ["--teacher_temperature=0"])):
+        assert words in refused("train_gpt2.py", *args, *more, f"--out_dir={tmp_path}/o"), words
+    other["tokenizer"], name = "bytes", "lm_head.weight"
+    other["model"][name] = other["model"][name] + 1e-3
+    torch.save(other, tmp_path / "other.pt")
+    for given, has in ((f"{tmp_path}/other.pt", "another"), ("None", "another")):
+        line = refused("train_gpt2.py", "--init_from=resume", f"--out_dir={folder}/live", f"--teacher={given}", "--max_iters=8",
+                       *(["--learn_temperature=False"] if given == "None" else []))
+        assert f"has {has}" in line or "learn_temperature=False" in line
+    assert "teacher_cache=5" in refused("train_gpt2.py", "--init_from=resume", f"--out_dir={folder}/cached", "--teacher_cache=5", "--max_iters=8")
+    output = distil(args, tmp_path / "o", f"--teacher={tmp_path}/other.pt", "--teacher_cache=384", "--max_iters=0", "--warmup_iters=0")
+    assert "is not used: another teacher\n" in output and "4 are missing" in output
+
+
+def test_a_cache_is_written_row_by_row_and_a_foreign_or_damaged_one_is_refused(tmp_path, capsys):
+    made_from = {"teacher": "a", "data": "d", "max_seq_len": 4, "k": 2}
+    cache = TeacherCache(tmp_path, made_from, 10, create=True)
+    log_probs, ids = np.random.default_rng(0).normal(size=(3, 4, 3)).astype(np.float16), np.arange(24).reshape(3, 4, 2)
+    cache.write([7, 1, 4], log_probs, ids)
+    cache = TeacherCache(tmp_path, made_from, 10, create=True)  # it goes on
+    assert cache.missing(np.arange(10)).tolist() == [0, 2, 3, 5, 6, 8, 9]
+    for mine, theirs in zip(cache[np.array([4, 7])], (log_probs[[2, 0]], ids[[2, 0]])):
+        assert np.array_equal(mine, theirs)
+
+    def says(words, action):
+        with pytest.raises(SystemExit):
+            action()
+        assert words in capsys.readouterr().err
+
+    says("row 2 is not there yet", lambda: cache[np.array([1, 2])])
+    with open(cache.folder / "rows.bin", "r+b") as f:
+        f.seek(4 * cache.row.itemsize + 3)
+        f.write(b"x")
+    says("row 4 is damaged", lambda: cache[np.array([4])])
+    TeacherCache(tmp_path, {**made_from, "teacher": "b", "k": 3}, 10, create=True)
+    assert f"{cache.folder} is not used: another teacher, another k" in capsys.readouterr().out
+    told = cache.folder / "made_from.json"
+    told.write_text(json.dumps({**json.loads(told.read_text()), "tokenizer": "gpt2", "data": "e"}))
+    says("made from another data; remove it", lambda: TeacherCache(tmp_path, made_from, 10, create=True))
+    told.write_text("")
+    says("cannot be kept there", lambda: TeacherCache(tmp_path, made_from, 10, create=True))
