@@ -185,7 +185,9 @@ def test_two_ranks_share_out_the_cache_and_train_the_model_of_one(runs, shards, 
     shutil.copytree(shards, tmp_path / "data", ignore=shutil.ignore_patterns("teacher-*"))
     output = distil(runs[0], tmp_path / "two", f"--data_dir={tmp_path}/data", "--teacher_cache=384", *COMPILED, ranks=2)
     assert "56 are missing" in output
-    close(runs[1] / "cached", tmp_path / "two", abs=2e-5)
+    close(runs[1] / "cached", tmp_path / "two", abs=1e-5)
+    one, two = (list(load(folder)["optimizer"]["state"].values())[-1] for folder in (runs[1] / "cached", tmp_path / "two"))
+    assert one["exp_avg"].dim() == 0 and one["exp_avg"].item() == pytest.approx(two["exp_avg"].item(), rel=1e-4)  # the temperature's
     assert set(read_log(tmp_path / "two", "recompiles").values()) == {0}
 
 
