@@ -66,6 +66,12 @@ lora_rank: int = 0  # their width; 0: off, the model itself trains
 lora_alpha: float = 32.0  # what they add is scaled by lora_alpha / lora_rank: another rank needs no other learning rate
 lora_dropout: float = 0.0  # on what they take in
 lora_targets: str = "all"  # the matrices they stand beside: all, attn, mlp, or names as q_proj,v_proj,mlp.c_proj
+# teacher
+teacher: Optional[str] = None  # distil what it says of each token: a path, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; None: no teacher
+teacher_weight: float = 0.5  # of the KL divergence from it, times temperature squared; the data's cross entropy has the rest of 1
+teacher_temperature: float = 2.0  # that softens both distributions
+learn_temperature: bool = False  # go on from it by gradient descent
+teacher_cache: int = 0  # likeliest ids a token that are written beside the data once, and read instead of running the teacher; 0: none
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes
 learning_rate: float = 1e-4  # peak
@@ -127,8 +133,9 @@ if resuming:
     if lora_rank and "lora" not in checkpoint:
         fail(f"--lora_rank={lora_rank}: the run in {out_dir} trains the model itself; to tune it with LoRA give --init_from={out_dir}/ckpt.pt "
              f"and another --out_dir")
-    config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "pack", "seed", "optimizer", "sparsity", "lora_rank",
-                                   "lora_alpha", "lora_targets"), per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
+    fixed = ("max_seq_len", "pack", "seed", "optimizer", "sparsity", "lora_rank", "lora_alpha", "lora_targets", "teacher_cache",
+             "learn_temperature")
+    config = runtime.settle_config(config, given, checkpoint, fixed, per_start=("out_dir", "init_from", "overwrite", "print_batch", "chat_dir"))
     if "epochs" in given and "max_iters" not in given:
         config["max_iters"] = None
 if "epochs" in given and "max_iters" in given:
@@ -150,7 +157,8 @@ expect_range(config, 1e-6, math.inf, "lora_alpha")
 expect_range(config, 4, math.inf, "max_seq_len")
 expect_range(config, 1, math.inf, "max_faults", "spam_interval", "prune_end", "prune_interval")
 expect_range(config, 0, math.inf, "prune_begin")
-expect_range(config, 0, 1, "rollback_lr")
+expect_range(config, 0, 1, "rollback_lr", "teacher_weight")
+expect_range(config, 0.01, 100, "teacher_temperature")
 expect_range(config, 0, 0.999999, "beta1", "beta2", "dropout", "sparsity", "lora_dropout")
 expect_range(config, 0, 2 ** 63 - 1, "seed")
 
@@ -173,6 +181,10 @@ if check_health and world_size > 1:
     fail("--check_health=True: start it without torchrun")
 if fsdp and (not dist.is_initialized() or compute_dtype == "float16"):
     fail(f"--fsdp=True: expected ranks to share the model among (start with torchrun), and bfloat16 or float32 (it is {compute_dtype})")
+if not teacher and (learn_temperature or teacher_cache):
+    fail("--learn_temperature and --teacher_cache: of which teacher? Give --teacher")
+if learn_temperature and fsdp:
+    fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
 autocast = runtime.autocast(compute_device, compute_dtype)
 if not print_batch:
     runtime.check_out_dir(out_dir, keep=resuming, overwrite=overwrite)
@@ -199,11 +211,14 @@ def count(rows):
     return int((y != eot).sum()), int(((x != eot) | begins).sum())
 
 
+def to_device(array):
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(compute_device, non_blocking=True) if compute_device.type == "cuda" else tensor.to(compute_device)
+
+
 def to_model(rows):
     """rows (B, 2, T) uint16 -> what the model takes: x, y (B, T) int64 and, for packed rows, positions (B, T) and a mask."""
-    rows = torch.from_numpy(rows.astype(np.int64))
-    rows = rows.pin_memory().to(compute_device, non_blocking=True) if compute_device.type == "cuda" else rows.to(compute_device)
-    x, y = rows.unbind(1)
+    x, y = to_device(rows.astype(np.int64)).unbind(1)
     y = torch.where(y == eot, IGNORE, y)
     if not pack:
         return x.contiguous(), y  # what pads a row lies behind its conversation, where causal attention does not look
@@ -216,8 +231,14 @@ def step_rows(first_row, n):
     return train_rows[rows_to_windows(range(first_row, first_row + n), len(train_rows), seed)]
 
 
+def train_batch(indices):
+    return to_model(train_rows[indices])
+
+
 def get_batch(first_row):
-    return to_model(step_rows(first_row, batch_size))
+    """What the model takes, and what the cached teacher said of these rows, if there is one."""
+    indices = rows_to_windows(range(first_row, first_row + batch_size), len(train_rows), seed)
+    return train_batch(indices), [to_device(array) for array in cache[indices]] if cache else []
 
 
 def val_batch(indices):
@@ -312,6 +333,18 @@ optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, we
 masks = new_masks(orig_model, checkpoint, sparsity)  # what is pruned
 if not sparsity and "masks" in (checkpoint or {}):
     runtime.print_once("WARNING: the weights that were pruned grow back; --sparsity, as it was, keeps them zero")
+# the teacher is asked in each step, or, with a cache, beforehand, once for each row that the run will see
+log_temperature, ask, cache, teacher_digest = None, None, None, None
+if teacher:
+    expect_range(config, 0, model_args["vocab_size"], "teacher_cache")
+    ask, teacher_digest = runtime.load_teacher(teacher, checkpoint["tokenizer"], model_args["vocab_size"], max_seq_len, compute_device,
+                                               compute_dtype, fsdp, compile_options if compile else None)
+    log_temperature = torch.tensor(math.log(teacher_temperature), device=compute_device, requires_grad=learn_temperature)
+    if learn_temperature:
+        optimizer.add_param_group({**optimizer.param_groups[-1], "params": [log_temperature], "weight_decay": 0.0})  # as vectors
+if resuming and checkpoint.get("teacher", {}).get("digest") != teacher_digest:
+    fail(f"--teacher={teacher}: the run in {out_dir} has {'another' if 'teacher' in checkpoint else 'none'}; to train its weights with "
+         f"this one start a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
@@ -322,6 +355,8 @@ if resuming:
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
     health.update(checkpoint.get("health", {}))
+    if learn_temperature:
+        log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
     if checkpoint["path"].endswith("_prev.pt") and rank == 0:
         runtime.set_aside(out_dir)
     if max_iters < iter_num:
@@ -333,6 +368,12 @@ checkpoint = None  # frees its memory
 # ---------------------------------------------------------------------------------------------------
 # what the loop calls now and then
 how_to_go_on = f"go on with python chat_sft.py --init_from=resume --out_dir={shlex.quote(out_dir)}"
+
+
+def from_teacher(inputs, cached):
+    """What the model takes as `teacher` for a micro-batch: what the cache has of it, or what the teacher says now."""
+    x, _, *packing = inputs
+    return teacher_weight, log_temperature.exp(), *((cached[0], None, cached[1].long()) if cached else (*ask(x, *packing), None))
 
 
 def sample():
@@ -361,7 +402,8 @@ def save():
         "model_args": model_args, "config": config, "tokenizer": tokenizer_name, "data": fingerprint, "stage": "chat",
         "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
         "val_iter": val_iter,  # val_loss is that of step val_iter: a step is saved before it is evaluated
-        **lora, **({"masks": masks} if sparsity else {})}, keep_as)
+        **lora, **({"masks": masks} if sparsity else {}),
+        **({"teacher": {"digest": teacher_digest, "log_temperature": log_temperature.item()}} if teacher else {})}, keep_as)
 
 
 def saved(saving):
@@ -379,13 +421,22 @@ def roll_back():
     masks.update(new_masks(orig_model, checkpoint, sparsity))
     if scaler.is_enabled():
         scaler.load_state_dict(checkpoint["scaler"])
+    if learn_temperature:
+        log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
     return checkpoint["iter_num"]
 
 
 if check_health:
     with autocast:
-        good = runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=False)
+        good = runtime.check_model(orig_model, get_batch(0)[0], optimizer, from_scratch=False)
     raise SystemExit(0 if good else 1)
+
+if teacher_cache:
+    made_from = dict(teacher=teacher_digest, tokenizer=tokenizer_name, data=fingerprint, max_seq_len=max_seq_len, k=teacher_cache)
+    wanted = rows_seen + (max_iters - iter_num) * rows_per_step + world_size * batch_size  # rows; the last are read, and not trained on
+    with autocast:
+        cache = runtime.cache_teacher(chat_dir, made_from, len(train_rows), wanted, seed, ask, train_batch, batch_size, rank, world_size)
+    ask = None  # frees its memory
 
 # ---------------------------------------------------------------------------------------------------
 # say what is about to happen
@@ -416,9 +467,10 @@ if rank == 0:
 if compile:
     t0 = time.time()
     runtime.print_once("compiling ...")
-    inputs = get_batch(0)
+    inputs, cached = get_batch(0)
     with autocast:
-        model(*inputs).backward()
+        loss = model(*inputs) if not teacher else model(*inputs, teacher=from_teacher(inputs, cached))[0]
+        loss.backward()
     optimizer.zero_grad(set_to_none=True)
     if config["optimizer"] == "muon":
         optimizer.compile()
@@ -439,7 +491,7 @@ resumed_at, saved_at = iter_num, iter_num
 skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
 # since the last line of the log
-loss_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, 0, 0, 0, 0.0, 0.0, time.time()
+loss_sum, parts_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, [0.0, 0.0], 0, 0, 0, 0.0, 0.0, time.time()
 while True:
     # save, then evaluate and sample: whatever goes wrong there, the step is on disk
     if iter_num % eval_interval == 0 or iter_num >= max_iters:
@@ -480,10 +532,11 @@ while True:
     # forward and backward
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
     nats = torch.zeros((), device=compute_device)  # of this step
+    parts = torch.zeros(2 if teacher else 0, device=compute_device)  # its cross entropy and KL divergence
     targets, useful = count(step_rows(rows_seen, rows_per_step))  # of all micro-steps and ranks: the data order tells them to each
     for micro_step in range(micro_steps):
         waiting = time.time()
-        inputs = next_batch.result()
+        inputs, cached = next_batch.result()
         waited += time.time() - waiting
         # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
         next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
@@ -493,16 +546,25 @@ while True:
             else:
                 model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast:
-            loss = model(*inputs)  # summed over what is trained on in the micro-batch
+            if not teacher:
+                loss = model(*inputs)  # summed over what is trained on in the micro-batch
+            else:
+                loss, both = model(*inputs, teacher=from_teacher(inputs, cached))
+                parts += both
         nats += loss.detach()
         # DDP divides by the ranks, hence times world_size: the gradient is that of the mean over the step's targets
         scaler.scale(loss * (world_size / max(targets, 1))).backward()
 
+    if learn_temperature and dist.is_initialized():  # as DDP does with the model's
+        dist.all_reduce(log_temperature.grad)
+        log_temperature.grad /= world_size
+
     # what the ranks have to know of each other: the loss of the whole step, and whether one of them was asked to stop
-    told = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None)))
+    told = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None), *parts))
     if dist.is_initialized():
         dist.all_reduce(told)
-    nats, stopping = told.tolist()
+    nats, stopping, *parts = told.tolist()
+    parts_sum = [a + b for a, b in zip(parts_sum, parts)]
     loss_sum += nats
 
     # step
@@ -566,18 +628,21 @@ while True:
         if rank == 0:
             scale = {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
             pruned = {"sparsity": sparsity_of(masks)} if sparsity else {}
+            taught = {key: part / max(targets_summed, 1) for key, part in zip(("ce_loss", "kl_loss"), parts_sum)}
+            taught |= {"temperature": log_temperature.exp().item()} if teacher else {}
             print(f"step {iter_num}/{max_iters}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
                   f"{1000 * seconds / steps_summed:.0f} ms, {tok_per_sec:,.0f} useful tok/s ({100 * useful_share:.1f}%), "
                   f"mfu {100 * mfu:.1f}%, " + "".join(f"scale {s:.0f}, " for s in scale.values())
                   + "".join(f"sparsity {100 * s:.2f}%, " for s in pruned.values())
+                  + "".join(f"{key.removesuffix('_loss')} {value:.4f}, " for key, value in taught.items())
                   + f"left {int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}", flush=True)
             runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, train_loss=train_loss, lr=lr,
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               useful=useful_share, targets=targets_summed, shape=list(inputs[0].shape),
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
                               rollbacks=rollbacks, clipped=clipped, wait=waited / seconds,
-                              epoch=rows_seen / len(train_rows), **scale, **pruned)
-        loss_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, 0, 0, 0, 0.0, 0.0, time.time()
+                              epoch=rows_seen / len(train_rows), **scale, **pruned, **taught)
+        loss_sum, parts_sum, targets_summed, useful_summed, steps_summed, seconds, waited, t0 = 0.0, [0.0, 0.0], 0, 0, 0, 0.0, 0.0, time.time()
 
     if stopping:
         break

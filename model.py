@@ -348,6 +348,85 @@ def linear_cross_entropy(x, weight, targets):
     return loss
 
 
+class Distillation(torch.autograd.Function):
+    """
+    LinearCrossEntropy mixed with what a teacher says of the same tokens (Hinton et al. 2015), in the same chunks, so that neither
+    model's full logits exist: see distillation. With u = 1 / T, student s, teacher t, p = softmax(u t), q = softmax(u s):
+        d T^2 KL(p || q) / ds = T (q - p)
+        d KL / du = sum p (t - E_p t) (log p - log q) - (E_p s - E_q s)
+    All of it is linear in s and log q where p is one number for many ids. So the ids that a cache leaves out, which share their
+    mass evenly, are one place more, with the mean of their logits, and a cached row costs its k places and not V.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, alpha, T, learned, told, teacher_weight, ids):
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        weight_x, V, u = weight.to(x.dtype), weight.size(0), 1 / T
+        ce, kl, dT = torch.zeros(3, dtype=torch.float32, device=x.device).unbind()
+        log_n = 0.0  # of how many ids each place stands for
+        if teacher_weight is not None:
+            teacher_weight = teacher_weight.to(x.dtype)
+        else:
+            k = ids.size(1)
+            log_n = F.pad(torch.zeros(k, device=x.device), (0, 1), value=math.log(V - k) if k < V else -math.inf)
+        for i in range(0, x.size(0), LOSS_CHUNK):
+            xc, tc, told_c = x[i:i + LOSS_CHUNK], targets[i:i + LOSS_CHUNK, None], told[i:i + LOSS_CHUNK]
+            logits = (xc @ weight_x.t()).float()  # (chunk, V)
+            lse, lse_T = logits.logsumexp(-1, keepdim=True), (logits * u).logsumexp(-1, keepdim=True)
+            valid = tc != IGNORE
+            onehot = torch.arange(V, device=x.device) == tc
+            # t and s are the two models' logits at each place: each id, or a cached row's k ids and the rest
+            if teacher_weight is not None:
+                t, s = (told_c.to(x.dtype) @ teacher_weight.t()).float(), logits  # (chunk, V)
+            else:
+                t, ids_c = told_c.float(), ids[i:i + LOSS_CHUNK]  # (chunk, k + 1), (chunk, k)
+                s = logits.gather(-1, ids_c)
+                s = torch.cat((s, (logits.sum(-1, keepdim=True) - s.sum(-1, keepdim=True)) / max(V - k, 1)), -1)
+            log_p = t * u - (t * u + log_n).logsumexp(-1, keepdim=True)
+            mass, log_ratio = (log_p + log_n).exp(), log_p - (s * u - lse_T)
+            ce += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
+            kl_c = (mass * log_ratio).sum(-1, keepdim=True)
+            kl += (kl_c * valid).sum()
+            if learned:
+                E_p_s, E_q_s = (mass * s).sum(-1, keepdim=True), ((logits * u - lse_T).exp() * logits).sum(-1, keepdim=True)
+                centred = t - (mass * t).sum(-1, keepdim=True)
+                dkl_du = (mass * centred * log_ratio).sum(-1, keepdim=True) - (E_p_s - E_q_s)
+                dT += ((2 * T * kl_c - dkl_du) * valid).sum()
+
+            def gradient(z, hit, log_p):  # by the student's logits z
+                plain, soft = (z - lse).exp() - hit.float(), (z * u - lse_T).exp() - log_p.exp()
+                return (((1 - alpha) * plain + alpha * T * soft) * valid).to(x.dtype)
+
+            if teacher_weight is not None:
+                dlogits = gradient(logits, onehot, log_p)
+            else:
+                dlogits = gradient(logits, onehot, log_p[:, k:]).scatter(-1, ids_c, gradient(s[:, :k], ids_c == tc, log_p[:, :k]))
+            dx[i:i + LOSS_CHUNK] = dlogits @ weight_x
+            dweight += dlogits.t() @ xc
+        ctx.save_for_backward(dx, dweight.to(weight.dtype), alpha * dT)
+        parts = torch.stack((ce, kl))
+        ctx.mark_non_differentiable(parts)
+        return (1 - alpha) * ce + alpha * T * T * kl, parts
+
+    @staticmethod
+    def backward(ctx, grad_loss, grad_parts):
+        dx, dweight, dT = ctx.saved_tensors
+        return (dx * grad_loss).to(dx.dtype), (dweight * grad_loss).to(dweight.dtype), None, None, dT * grad_loss, *[None] * 4
+
+
+def distillation(x, weight, targets, alpha, temperature, told, teacher_weight=None, ids=None):
+    """
+    Sum of (1 - alpha) * cross entropy + alpha * T^2 * KL(teacher || student), both softened by T, over targets that are not IGNORE,
+    and, to be logged, (2,) the sums of cross entropy and KL alone. T^2 keeps the gradient's size while T varies.
+    x (N, C), weight (V, C), targets (N,) as in linear_cross_entropy; temperature: T, scalar tensor, which may want a gradient. A live
+    teacher: told (N, C_t), its hidden states, and teacher_weight (V, C_t), its head. A cached one: ids (N, k) int64, each once in a
+    row, and told (N, k + 1), their log-probabilities and that of each other id; with k = V the last is any finite number.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return Distillation.apply(x, weight, targets, alpha, temperature, temperature.requires_grad, told, teacher_weight, ids)
+
+
 # ---------------------------------------------------------------------------------------------------
 
 class GPT(nn.Module):
@@ -399,17 +478,22 @@ class GPT(nn.Module):
             else:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, idx, targets=None, positions=None, mask=None, cache=None):
+    def forward(self, idx, targets=None, positions=None, mask=None, cache=None, teacher=None):
         """
         idx: (B, T) int64 token ids, T <= max_seq_len.
         targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the
         caller divides by the targets of its whole step, however many calls and ranks that takes.
         No targets -> logits (B, T, V).
         positions, mask, cache: see hidden_states.
+        teacher: what distillation takes from `alpha` on, told and ids with B and T for N -> its loss and parts instead.
         """
         x = self.hidden_states(idx, positions, mask, cache)
         if targets is None:
             return self.lm_head(x)
+        if teacher is not None:
+            alpha, temperature, told, teacher_weight, ids = teacher
+            return distillation(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), alpha, temperature, told.flatten(0, 1),
+                                teacher_weight, None if ids is None else ids.flatten(0, 1))
         return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def hidden_states(self, idx, positions=None, mask=None, cache=None):

@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -461,6 +462,77 @@ def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed,
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         fail(f"{folder}: packed rows that cannot be read ({type(error).__name__}: {error}); remove the folder, they are made again")
     return train, val, plan
+
+
+# ---------------------------------------------------------------------------------------------------
+# what a teacher says of the training rows: written once, read by every run that learns from it
+
+TEACHER_VERSION = 1  # of the format
+
+
+class TeacherCache:
+    """
+    For each place of each row: the k likeliest next ids, their log-probabilities, and that of each other id, among whom what is left
+    is shared evenly; 4 k + 2 bytes a token. By the number of a row, so the order of the data does not matter. A folder `where` the
+    rows are, named after what it was made from: made_from, a dict with at least max_seq_len and k. In it rows.bin (sparse: as large as
+    what is written), and sums.bin, (rows,) uint32, the CRC-32 of each row that is written, 0 else.
+    """
+
+    def __init__(self, where, made_from, n_rows, create):
+        T, k = made_from["max_seq_len"], made_from["k"]
+        made_from = {"version": TEACHER_VERSION, **made_from}
+        self.row = np.dtype([("log_probs", "<f2", (T, k + 1)), ("ids", "<u2", (T, k))])
+        self.folder = Path(where) / f"teacher-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]}"
+        self.paths, told = (self.folder / "rows.bin", self.folder / "sums.bin"), self.folder / "made_from.json"
+        sizes = n_rows * self.row.itemsize, n_rows * 4
+
+        def other_than(path):
+            theirs = json.loads(path.read_text(encoding="utf-8"))
+            return [key for key in made_from if theirs.get(key) != made_from[key]]
+
+        try:
+            if create and not told.exists():
+                for path in sorted(Path(where).glob("teacher-*/made_from.json")):
+                    print(f"{path.parent} is not used: another {', another '.join(other_than(path))}")
+                os.makedirs(self.folder, exist_ok=True)
+                for path, size in zip(self.paths, sizes):
+                    with open(path, "wb") as f:
+                        f.truncate(size)
+                write_atomically(told, json.dumps(made_from, indent=1).encode())
+            if other_than(told):
+                fail(f"{self.folder}: made from another {', another '.join(other_than(told))}; remove it, it is made again")
+            if tuple(map(os.path.getsize, self.paths)) != sizes:
+                fail(f"{self.folder}: damaged, its files have other sizes than {sizes}; remove it, it is made again")
+            self.rows, self.sums = (np.memmap(path, dtype, mode="r") for path, dtype in zip(self.paths, (self.row, "<u4")))
+        except (OSError, ValueError, AttributeError) as error:
+            fail(f"{self.folder}: what the teacher says cannot be kept there ({type(error).__name__}: {error})")
+
+    def missing(self, indices):
+        return indices[self.sums[indices] == 0]
+
+    def write(self, indices, log_probs, ids):
+        """log_probs (B, T, k + 1) and ids (B, T, k) of the rows `indices`. A row that is half written is none."""
+        rows = np.empty(len(indices), self.row)
+        rows["log_probs"], rows["ids"] = log_probs, ids
+        with open(self.paths[0], "r+b") as f, open(self.paths[1], "r+b") as sums:
+            for i, row in zip(indices, rows):
+                f.seek(int(i) * self.row.itemsize)
+                f.write(row.tobytes())
+            f.flush()
+            for i, row in zip(indices, rows):
+                sums.seek(4 * int(i))
+                sums.write((zlib.crc32(row.tobytes()) or 1).to_bytes(4, "little"))
+
+    def __getitem__(self, indices):
+        """indices: (B,) -> log_probs (B, T, k + 1) float16, ids (B, T, k) uint16."""
+        rows = self.rows[indices]
+        for i, row in zip(indices, rows):
+            if self.sums[i] == 0:
+                fail(f"{self.folder}: row {i} is not there yet (a run that was rolled back goes further than it was to); "
+                     f"--init_from=resume adds what is missing", alone=True)
+            if self.sums[i] != (zlib.crc32(row.tobytes()) or 1):
+                fail(f"{self.folder}: row {i} is damaged; remove the folder, it is made again", alone=True)
+        return rows["log_probs"], rows["ids"]
 
 
 # ---------------------------------------------------------------------------------------------------

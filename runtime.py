@@ -14,16 +14,20 @@ import sys
 import time
 import traceback
 import zipfile
+from contextlib import nullcontext
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import fail
-from model import GPT, GPTConfig, IGNORE, config_from_hf, from_hf, merge_lora
+from model import GPT, GPTConfig, IGNORE, LOSS_CHUNK, config_from_hf, from_hf, merge_lora
+from prepare_data import TeacherCache, epoch_order
 
 # ---------------------------------------------------------------------------------------------------
 # ranks, device, precision
@@ -408,23 +412,24 @@ def check_out_dir(out_dir, keep, overwrite):
             probe = Path(out_dir) / "ckpt.pt.tmp"
             probe.write_bytes(b"can be written")
             probe.unlink()
-            lock_out_dir(out_dir)
+            global lock
+            lock = take_lock(Path(out_dir) / "lock",
+                             f"--out_dir={out_dir}: another run is writing to it now; wait for its end, or give another --out_dir")
         except OSError as error:
             fail(f"--out_dir={out_dir}: cannot be written: {error}", alone=True)
 
 
-def lock_out_dir(out_dir):
-    """Refuses an out_dir that another run on this machine is writing to. The lock ends with the process, however that ends."""
-    global lock
+def take_lock(path, refusal):
+    """Refuses what another run on this machine is writing to -> a file: the lock ends when it is closed, at the latest with the process."""
+    lock = open(path, "a")
     try:
         import fcntl
-    except ImportError:  # Windows
-        return
-    lock = open(Path(out_dir) / "lock", "a")
-    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
     except BlockingIOError:
-        fail(f"--out_dir={out_dir}: another run is writing to it now; wait for its end, or give another --out_dir", alone=True)
+        fail(refusal, alone=True)
+    return lock
 
 
 def clear_out_dir(out_dir):
@@ -738,6 +743,89 @@ def load_model(path, device):
     model.load_state_dict(checkpoint.pop("model"))
     checkpoint.pop("optimizer", None)
     return model.to(device).eval(), checkpoint
+
+
+# ---------------------------------------------------------------------------------------------------
+# the teacher of a run that distils one
+
+def load_teacher(path, tokenizer, vocab_size, max_seq_len, device, dtype, sharded, compile_options):
+    """
+    -> ask, what it says of a micro-batch, and a digest of its weights. tokenizer, vocab_size, max_seq_len: the student's; a teacher
+    that cannot take them is refused. sharded and compile_options as in shard; a whole one is compiled by itself.
+    """
+    model, checkpoint = load_model(path, "cpu")
+    args = checkpoint["model_args"]
+    if (checkpoint["tokenizer"], args["vocab_size"]) != (tokenizer, vocab_size):
+        fail(f"--teacher={path}: its tokens are {checkpoint['tokenizer']}'s, {args['vocab_size']} ids, but the student's are "
+             f"{tokenizer}'s, {vocab_size} ids")
+    if max_seq_len > args["max_seq_len"]:
+        fail(f"--max_seq_len={max_seq_len}: the teacher, {path}, has {args['max_seq_len']} positions; give at most that")
+    digest = hashlib.sha256(json.dumps({**args, "dropout": 0.0}).encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
+    print_once(f"teacher: {introduce(path, checkpoint, sum(p.numel() for p in model.parameters()))}")
+    model.requires_grad_(False)
+    if sharded:
+        shard(model, device, dtype, compile_options)
+        states = model.hidden_states
+    else:
+        model.to(device)
+        states = torch.compile(model.hidden_states, **compile_options) if compile_options else model.hidden_states
+
+    def ask(x, positions=None, mask=None):
+        """-> hidden states (B, T, C_t) and the head (V, C_t)."""
+        with torch.no_grad():  # not inference_mode: a learned temperature takes them into autograd
+            return states(x, positions, mask).clone(), model.lm_head.weight  # with reduce-overhead the next call writes to its memory
+
+    return ask, digest.hexdigest()
+
+
+def cache_teacher(where, made_from, n_rows, wanted, seed, ask, read, batch_size, rank, world_size):
+    """
+    A TeacherCache that has the first `wanted` rows of a run with this seed: what is missing the ranks ask the teacher together. ask: from
+    load_teacher. read(indices): what model.forward takes, x, y (B, T) and perhaps positions and a mask. Autocast is the caller's. It can
+    be interrupted: what is written stays.
+    """
+    k = made_from["k"]
+    if rank > 0:
+        dist.barrier()  # rank 0 creates it
+    cache = TeacherCache(where, made_from, n_rows, create=rank == 0)
+    if rank == 0 and dist.is_initialized():
+        dist.barrier()
+    wanted = np.sort(epoch_order(n_rows, seed, 0)[:wanted])  # more than an epoch are all of them
+    missing = cache.missing(wanted)
+    size, free = len(missing) * cache.row.itemsize, shutil.disk_usage(where).free
+    if size > free:
+        fail(f"--teacher_cache={k}: takes {size / 2 ** 30:,.1f} GiB more in {where}, {4 * k + 2} bytes a token, and "
+             f"{free / 2 ** 30:,.1f} GiB are free; give less, or 0 to ask the teacher in each step")
+    lock = take_lock(cache.folder / "lock", f"{cache.folder}: another run is writing to it now; wait until it trains") \
+        if rank == 0 and len(missing) else nullcontext()
+    if dist.is_initialized():
+        dist.barrier()  # all have read what is missing
+    print_once(f"teacher: its {k} likeliest ids for {len(wanted):,} rows are kept in {cache.folder}"
+               + (f"; {len(missing):,} are missing, {size / 2 ** 20:,.1f} MiB, {4 * k + 2} bytes a token" if len(missing) else ""))
+    t0 = told = time.time()
+    for first in range(0, len(missing), world_size * batch_size):  # as often on each rank: a sharded teacher is run by all together
+        mine = np.arange(batch_size) + first + rank * batch_size
+        x, _, *packing = read(missing[mine.clip(max=len(missing) - 1)])
+        states, head = ask(x, *packing)
+        parts = []
+        for chunk in states.flatten(0, 1).split(LOSS_CHUNK):
+            log_probs = F.linear(chunk, head).float().log_softmax(-1)  # (chunk, V)
+            top, ids = log_probs.topk(k)
+            rest = log_probs.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True) - math.log(max(len(head) - k, 1))
+            parts.append((torch.cat((top, rest.clamp(min=-60000)), -1), ids))  # float16 ends at -65504
+        log_probs, ids = (torch.cat(part).view(*x.shape, -1).cpu() for part in zip(*parts))
+        real = int((mine < len(missing)).sum())  # a last batch that is not full is filled up
+        cache.write(missing[mine[:real]], log_probs[:real].half().numpy(), ids[:real].numpy())
+        if rank == 0 and time.time() > told + 2:
+            told, done = time.time(), min(first + world_size * batch_size, len(missing))
+            print(f"  teacher: {done:,} of {len(missing):,} rows, {(told - t0) * (len(missing) / done - 1):,.0f} s left ", end="\r",
+                  file=sys.stderr, flush=True)
+    with lock:
+        if dist.is_initialized():
+            dist.barrier()
+    return TeacherCache(where, made_from, n_rows, create=False)  # opened anew, where others write over a network
 
 
 # ---------------------------------------------------------------------------------------------------

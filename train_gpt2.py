@@ -70,6 +70,12 @@ qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query without t
 qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
 v_head_dim: Optional[int] = None  # mla: width of a head's value; None: n_embd / n_head
 dropout: float = 0.0  # on embeddings, attention weights and what each layer adds
+# teacher
+teacher: Optional[str] = None  # distil what it says of each token: a path, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; None: no teacher
+teacher_weight: float = 0.5  # of the KL divergence from it, times temperature squared; the data's cross entropy has the rest of 1
+teacher_temperature: float = 2.0  # that softens both distributions
+learn_temperature: bool = False  # go on from it by gradient descent
+teacher_cache: int = 0  # likeliest ids a token that are written beside the data once, and read instead of running the teacher; 0: none
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes
 learning_rate: float = 6e-4  # peak
@@ -131,7 +137,8 @@ if resuming or init_from not in ("scratch", "auto"):
             fail(f"--{name}={given[name]}: the model in {source} has {checkpoint['model_args'][name]}")
         config[name] = checkpoint["model_args"][name]
     if resuming:
-        config = runtime.settle_config(config, given, checkpoint, fixed=("max_seq_len", "seed", "optimizer", "sparsity"),
+        config = runtime.settle_config(config, given, checkpoint,
+                                       fixed=("max_seq_len", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature"),
                                        per_start=("out_dir", "init_from", "overwrite", *MODEL))
     elif "max_seq_len" not in given:
         config["max_seq_len"] = checkpoint["model_args"]["max_seq_len"]
@@ -145,7 +152,8 @@ expect_range(config, 0, math.inf, "sample_tokens", "max_iters", "warmup_iters", 
              "muon_lr", "embedding_lr", "head_lr", "vector_lr", "weight_decay", "grad_clip", "keep_interval", "spike_loss", "spike_norm")
 expect_range(config, 1, math.inf, "max_faults", "spam_interval", "prune_end", "prune_interval")
 expect_range(config, 0, math.inf, "prune_begin")
-expect_range(config, 0, 1, "rollback_lr")
+expect_range(config, 0, 1, "rollback_lr", "teacher_weight")
+expect_range(config, 0.01, 100, "teacher_temperature")
 expect_range(config, 0, 0.999999, "beta1", "beta2", "sparsity")
 expect_range(config, 0, 2 ** 63 - 1, "seed")
 decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
@@ -167,6 +175,10 @@ if check_health and world_size > 1:
     fail("--check_health=True: start it without torchrun")
 if fsdp and (not dist.is_initialized() or compute_dtype == "float16"):
     fail(f"--fsdp=True: expected ranks to share the model among (start with torchrun), and bfloat16 or float32 (it is {compute_dtype})")
+if not teacher and (learn_temperature or teacher_cache):
+    fail("--learn_temperature and --teacher_cache: of which teacher? Give --teacher")
+if learn_temperature and fsdp:
+    fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
 autocast = runtime.autocast(compute_device, compute_dtype)
 runtime.check_out_dir(out_dir, keep=resuming, overwrite=overwrite)
 
@@ -205,11 +217,15 @@ def to_device(array):
     return tensor.pin_memory().to(compute_device, non_blocking=True) if compute_device.type == "cuda" else tensor.to(compute_device)
 
 
+def train_batch(indices):
+    """x and y (batch_size, max_seq_len) int64 of some windows."""
+    return [to_device(array) for array in read_rows(train_windows, indices)]
+
+
 def get_batch(first_row):
-    """x and y (batch_size, max_seq_len) int64: the rows of the run from first_row on."""
-    rows = range(first_row, first_row + batch_size)
-    x, y = read_rows(train_windows, rows_to_windows(rows, len(train_windows), seed))
-    return to_device(x), to_device(y)
+    """x and y of the rows of the run from first_row on, and what the cached teacher said of them, if there is one."""
+    indices = rows_to_windows(range(first_row, first_row + batch_size), len(train_windows), seed)
+    return [*train_batch(indices), *(map(to_device, cache[indices]) if cache else ())]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -251,6 +267,18 @@ optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, we
 masks = new_masks(orig_model, checkpoint, sparsity)  # what is pruned
 if not sparsity and "masks" in (checkpoint or {}):
     runtime.print_once("WARNING: the weights that were pruned grow back; --sparsity, as it was, keeps them zero")
+# the teacher is asked in each step, or, with a cache, beforehand, once for each row that the run will see
+log_temperature, ask, cache, teacher_digest = None, None, None, None
+if teacher:
+    expect_range(config, 0, meta["vocab_size"], "teacher_cache")
+    ask, teacher_digest = runtime.load_teacher(teacher, meta["tokenizer"], meta["vocab_size"], max_seq_len, compute_device,
+                                               compute_dtype, fsdp, compile_options if compile else None)
+    log_temperature = torch.tensor(math.log(teacher_temperature), device=compute_device, requires_grad=learn_temperature)
+    if learn_temperature:
+        optimizer.add_param_group({**optimizer.param_groups[-1], "params": [log_temperature], "weight_decay": 0.0})  # as vectors
+if resuming and checkpoint.get("teacher", {}).get("digest") != teacher_digest:
+    fail(f"--teacher={teacher}: the run in {out_dir} has {'another' if 'teacher' in checkpoint else 'none'}; to train its weights with "
+         f"this one start a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
@@ -261,6 +289,8 @@ if resuming:
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
     health.update(checkpoint.get("health", {}))
+    if learn_temperature:
+        log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
     if checkpoint["path"].endswith("_prev.pt") and rank == 0:
         runtime.set_aside(out_dir)
     if max_iters < iter_num:
@@ -275,6 +305,11 @@ how_to_go_on = f"go on with python train_gpt2.py --init_from=resume --out_dir={s
 def val_batch(indices):
     """x and y of some rows of val, for validation_loss."""
     return [to_device(array) for array in read_rows(val_windows, indices)]
+
+
+def from_teacher(x, cached):
+    """What the model takes as `teacher` for a micro-batch: what the cache has of it, or what the teacher says now."""
+    return teacher_weight, log_temperature.exp(), *((cached[0], None, cached[1].long()) if cached else (*ask(x), None))
 
 
 def sample():
@@ -301,7 +336,8 @@ def save():
         "model_args": model_args, "config": config, "tokenizer": meta["tokenizer"], "data": fingerprint, "stage": "base",
         "iter_num": iter_num, "rows_seen": rows_seen, "best_val_loss": best_val_loss, "val_loss": val_loss,
         "val_iter": val_iter,  # val_loss is that of step val_iter: a step is saved before it is evaluated
-        **({"masks": masks} if sparsity else {})}, keep_as)
+        **({"masks": masks} if sparsity else {}),
+        **({"teacher": {"digest": teacher_digest, "log_temperature": log_temperature.item()}} if teacher else {})}, keep_as)
 
 
 def saved(saving):
@@ -319,13 +355,22 @@ def roll_back():
     masks.update(new_masks(orig_model, checkpoint, sparsity))
     if scaler.is_enabled():
         scaler.load_state_dict(checkpoint["scaler"])
+    if learn_temperature:
+        log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
     return checkpoint["iter_num"]
 
 
 if check_health:
     with autocast:
-        good = runtime.check_model(orig_model, get_batch(0), optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
+        good = runtime.check_model(orig_model, get_batch(0)[:2], optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
     raise SystemExit(0 if good else 1)
+
+if teacher_cache:
+    made_from = dict(teacher=teacher_digest, tokenizer=meta["tokenizer"], data=fingerprint, max_seq_len=max_seq_len, k=teacher_cache)
+    wanted = rows_seen + (max_iters - iter_num) * rows_per_step + world_size * batch_size  # rows; the last are read, and not trained on
+    with autocast:
+        cache = runtime.cache_teacher(data_dir, made_from, len(train_windows), wanted, seed, ask, train_batch, batch_size, rank, world_size)
+    ask = None  # frees its memory
 
 # ---------------------------------------------------------------------------------------------------
 # say what is about to happen
@@ -361,7 +406,8 @@ if compile:
     runtime.print_once("compiling ...")
     x, y = torch.zeros(2, batch_size, max_seq_len, dtype=torch.int64, device=compute_device).unbind()
     with autocast:
-        model(x, y).backward()
+        loss = model(x, y) if not teacher else model(x, y, teacher=from_teacher(x, get_batch(0)[2:]))[0]
+        loss.backward()
     optimizer.zero_grad(set_to_none=True)
     if config["optimizer"] == "muon":
         optimizer.compile()
@@ -381,7 +427,7 @@ next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
 resumed_at, saved_at = iter_num, iter_num
 skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
-loss_sum, steps_summed, seconds, waited, t0 = 0.0, 0, 0.0, 0.0, time.time()  # since the last line of the log
+loss_sum, parts_sum, steps_summed, seconds, waited, t0 = 0.0, [0.0, 0.0], 0, 0.0, 0.0, time.time()  # since the last line of the log
 while True:
     # save, then evaluate and sample: whatever goes wrong there, the step is on disk
     if iter_num % eval_interval == 0 or iter_num >= max_iters:
@@ -424,9 +470,10 @@ while True:
     # forward and backward
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
     nats = torch.zeros((), device=compute_device)  # of this step
+    parts = torch.zeros(2 if teacher else 0, device=compute_device)  # its cross entropy and KL divergence
     for micro_step in range(micro_steps):
         waiting = time.time()
-        x, y = next_batch.result()
+        x, y, *cached = next_batch.result()
         waited += time.time() - waiting
         # micro-batch m of rank r is number m * world_size + r of the step, so any number of ranks shares out the same rows
         next_batch = pool.submit(get_batch, rows_seen + ((micro_step + 1) * world_size + rank) * batch_size)
@@ -436,16 +483,25 @@ while True:
             else:
                 model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast:
-            loss = model(x, y)  # summed over the micro-batch
+            if not teacher:
+                loss = model(x, y)  # summed over the micro-batch
+            else:
+                loss, both = model(x, y, teacher=from_teacher(x, cached))
+                parts += both
         nats += loss.detach()
         # DDP divides by the ranks, hence times world_size: the gradient is that of the mean over the step
         scaler.scale(loss * (world_size / tokens_per_step)).backward()
 
+    if learn_temperature and dist.is_initialized():  # as DDP does with the model's
+        dist.all_reduce(log_temperature.grad)
+        log_temperature.grad /= world_size
+
     # what the ranks have to know of each other: the loss of the whole step, and whether one of them was asked to stop
-    told = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None)))
+    told = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None), *parts))
     if dist.is_initialized():
         dist.all_reduce(told)
-    nats, stopping = told.tolist()
+    nats, stopping, *parts = told.tolist()
+    parts_sum = [a + b for a, b in zip(parts_sum, parts)]
     loss_sum += nats
 
     # step
@@ -506,17 +562,20 @@ while True:
         if rank == 0:
             scale = {"loss_scale": scaler.get_scale()} if scaler.is_enabled() else {}
             pruned = {"sparsity": sparsity_of(masks)} if sparsity else {}
+            taught = {key: part / (steps_summed * tokens_per_step) for key, part in zip(("ce_loss", "kl_loss"), parts_sum)}
+            taught |= {"temperature": log_temperature.exp().item()} if teacher else {}
             print(f"step {iter_num}/{max_iters}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.2f}, "
                   f"{1000 * seconds / steps_summed:.0f} ms, {tok_per_sec:,.0f} tok/s, mfu {100 * mfu:.1f}%, "
                   + "".join(f"scale {s:.0f}, " for s in scale.values())
                   + "".join(f"sparsity {100 * s:.2f}%, " for s in pruned.values())
+                  + "".join(f"{key.removesuffix('_loss')} {value:.4f}, " for key, value in taught.items())
                   + f"left {int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}", flush=True)
             runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, train_loss=train_loss, lr=lr,
                               grad_norm=grad_norm, ms=1000 * seconds / steps_summed, tok_per_sec=tok_per_sec, mfu=mfu,
                               peak_mem_mb=runtime.peak_memory_mb(compute_device), recompiles=recompiles, skipped=skipped,
                               rollbacks=rollbacks, clipped=clipped, wait=waited / seconds,
-                              epoch=rows_seen / len(train_windows), **scale, **pruned)
-        loss_sum, steps_summed, seconds, waited, t0 = 0.0, 0, 0.0, 0.0, time.time()
+                              epoch=rows_seen / len(train_windows), **scale, **pruned, **taught)
+        loss_sum, parts_sum, steps_summed, seconds, waited, t0 = 0.0, [0.0, 0.0], 0, 0.0, 0.0, time.time()
 
     if stopping:
         break
