@@ -123,7 +123,8 @@ def teacher(shards, tmp_path_factory):
 def runs(teacher, shards, tmp_path_factory):
     """Two runs with a learned temperature, from the live teacher and from a cache of all its probabilities; their settings and folder."""
     folder = tmp_path_factory.mktemp("runs")
-    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True"]
+    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True",
+            "--teacher_temperature=2"]
     distil(args, folder / "live")
     output = distil(args, folder / "cached", "--teacher_cache=384")
     assert "384 likeliest ids for 52 rows" in output and "52 are missing" in output  # 6 steps of 8 rows, and what is read ahead
@@ -204,7 +205,8 @@ def test_chat_rows_are_taught_packed(teacher, tmp_path):
     student = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, max_seq_len=64, vocab_size=384))
     torch.save({**load(teacher), "model": student.state_dict(), "model_args": vars(student.config)}, tmp_path / "base.pt")
     data = jsonl(tmp_path / "chats.jsonl", [turns(f"say {i % 7}", f"{i % 7}" * 9) for i in range(120)])
-    args = [*SFT, f"--init_from={tmp_path}/base.pt", f"--data={data}", f"--chat_dir={tmp_path}/rows", f"--teacher={teacher}", "--learn_temperature=True"]
+    args = [*SFT, f"--init_from={tmp_path}/base.pt", f"--data={data}", f"--chat_dir={tmp_path}/rows", f"--teacher={teacher}", "--learn_temperature=True",
+            "--teacher_temperature=2"]
     run("chat_sft.py", *args, f"--out_dir={tmp_path}/live")
     run("chat_sft.py", *args, f"--out_dir={tmp_path}/cached", "--teacher_cache=384", "--max_iters=2")
     output = run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/cached", "--max_iters=4", f"--chat_dir={tmp_path}/rows")
