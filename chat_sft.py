@@ -69,8 +69,8 @@ lora_targets: str = "all"  # the matrices they stand beside: all, attn, mlp, or 
 # teacher
 teacher: Optional[str] = None  # distil what it says of each token: a path, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; None: no teacher
 teacher_weight: float = 0.5  # of the KL divergence from it, times temperature squared; the data's cross entropy has the rest of 1
-teacher_temperature: float = 2.0  # that softens both distributions
-learn_temperature: bool = False  # go on from it by gradient descent
+teacher_temperature: float = 1.0  # that softens both distributions; a cache of few ids knows little of what one above 1 brings up
+learn_temperature: bool = False  # go on from it by gradient descent, which lowers it: the term vanishes at 0
 teacher_cache: int = 0  # likeliest ids a token that are written beside the data once, and read instead of running the teacher; 0: none
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: Muon for the hidden matrices; adamw_spam: AdamW that clips spikes

@@ -54,14 +54,16 @@ def check(ours, parts, theirs, their_parts, wanted):
         assert (mine - other).abs().max() < 1e-5 * max(1, other.abs().max())
 
 
-@pytest.mark.parametrize("T, alpha, compiled", [(1.0, 0.5, False), (2.0, 0.9, False), (0.5, 1.0, False), (4.0, 0.3, False), (2.0, 0.5, True)])
+@pytest.mark.parametrize("T, alpha, compiled", [(1.0, 0.5, False), (2.0, 0.9, False), (0.5, 1.0, False), (4.0, 0.3, False),
+                                                (2.0, 0.5, True)])
 def test_chunks_equal_the_formula_with_all_gradients(T, alpha, compiled):
     x, weight, targets, temperature, hidden, head = inputs(T)
     n = 8 if compiled else N  # every chunk is compiled for itself
     x, targets, hidden = x[:n], targets[:n], hidden[:n]
     loss = torch.compile(distillation, fullgraph=True, dynamic=False) if compiled else distillation
     wanted = x, weight, temperature
-    check(*loss(x, weight, targets, alpha, temperature, hidden, head), *formula(x, weight, targets, alpha, temperature, hidden @ head.t()), wanted)
+    check(*loss(x, weight, targets, alpha, temperature, hidden, head),
+          *formula(x, weight, targets, alpha, temperature, hidden @ head.t()), wanted)
     for k in (V,) if compiled else (1, 5, V - 1, V):  # against the formula on the whole row that the cache stands for
         told, ids = top_k(hidden @ head.t(), k)
         row = told[:, -1:].expand(n, V).scatter(-1, ids, told[:, :-1])
@@ -73,7 +75,8 @@ def test_a_cache_of_the_whole_vocabulary_is_the_live_teacher():
     x, weight, targets, temperature, hidden, head = inputs()
     told, ids = top_k(hidden @ head.t(), V)
     wanted = x, weight, temperature
-    check(*distillation(x, weight, targets, 0.5, temperature, told, None, ids), *distillation(x, weight, targets, 0.5, temperature, hidden, head), wanted)
+    check(*distillation(x, weight, targets, 0.5, temperature, told, None, ids),
+          *distillation(x, weight, targets, 0.5, temperature, hidden, head), wanted)
 
 
 def test_weight_zero_is_plain_cross_entropy_and_a_teacher_like_the_student_teaches_nothing():
@@ -103,7 +106,8 @@ def test_a_fixed_temperature_has_no_gradient_and_bfloat16_is_near():
 
 SHORT = [*TINY, "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0"]
 SFT = ["--batch_size=2", "--gradient_accumulation_steps=2", "--eval_iters=4", "--log_interval=1", "--learning_rate=3e-3", "--max_iters=4",
-       "--lr_decay_iters=4", "--warmup_iters=2", "--eval_interval=2", "--sample_tokens=0", "--device=cpu", "--dtype=float32", "--compile=False"]
+       "--lr_decay_iters=4", "--warmup_iters=2", "--eval_interval=2", "--sample_tokens=0", "--device=cpu", "--dtype=float32",
+       "--compile=False"]
 LOGGED = "train_loss", "ce_loss", "kl_loss", "temperature", "val_loss", "grad_norm"
 
 
@@ -123,7 +127,8 @@ def teacher(shards, tmp_path_factory):
 def runs(teacher, shards, tmp_path_factory):
     """Two runs with a learned temperature, from the live teacher and from a cache of all its probabilities; their settings and folder."""
     folder = tmp_path_factory.mktemp("runs")
-    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True"]
+    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True",
+            "--teacher_temperature=2"]
     distil(args, folder / "live")
     output = distil(args, folder / "cached", "--teacher_cache=384")
     assert "384 likeliest ids for 52 rows" in output and "52 are missing" in output  # 6 steps of 8 rows, and what is read ahead
@@ -159,7 +164,8 @@ def test_the_first_step_is_the_formula_and_the_temperature_moves(runs, teacher, 
         assert log[key, 1] == pytest.approx(value.item() / 256, rel=1e-5), key
     assert log["kl_loss", 6] < 0.9 * log["kl_loss", 1] and log["val_loss", 6] < log["val_loss", 0]
     temperatures = [log["temperature", i] for i in range(1, 7)]
-    assert len(set(temperatures)) == 6 and math.log(temperatures[5]) == pytest.approx(load(folder / "live")["teacher"]["log_temperature"], rel=1e-4)
+    saved = load(folder / "live")["teacher"]["log_temperature"]
+    assert len(set(temperatures)) == 6 and math.log(temperatures[5]) == pytest.approx(saved, rel=1e-4)
 
 
 def test_a_cached_teacher_is_the_live_one(runs):
@@ -204,7 +210,8 @@ def test_chat_rows_are_taught_packed(teacher, tmp_path):
     student = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, max_seq_len=64, vocab_size=384))
     torch.save({**load(teacher), "model": student.state_dict(), "model_args": vars(student.config)}, tmp_path / "base.pt")
     data = jsonl(tmp_path / "chats.jsonl", [turns(f"say {i % 7}", f"{i % 7}" * 9) for i in range(120)])
-    args = [*SFT, f"--init_from={tmp_path}/base.pt", f"--data={data}", f"--chat_dir={tmp_path}/rows", f"--teacher={teacher}", "--learn_temperature=True"]
+    args = [*SFT, f"--init_from={tmp_path}/base.pt", f"--data={data}", f"--chat_dir={tmp_path}/rows", f"--teacher={teacher}",
+            "--learn_temperature=True", "--teacher_temperature=2"]
     run("chat_sft.py", *args, f"--out_dir={tmp_path}/live")
     run("chat_sft.py", *args, f"--out_dir={tmp_path}/cached", "--teacher_cache=384", "--max_iters=2")
     output = run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/cached", "--max_iters=4", f"--chat_dir={tmp_path}/rows")
@@ -224,14 +231,16 @@ def test_chat_rows_are_taught_packed(teacher, tmp_path):
 def test_what_does_not_match_is_refused(runs, teacher, tmp_path, capsys):
     args, folder = runs
     other = load(teacher)
-    for name, tokenizer, max_seq_len, words in (("other.pt", "bytes", 65, "max_seq_len=65"), ("gpt2.pt", "gpt2", 32, "gpt2's, 384 ids, but the student's are bytes's")):
+    for name, tokenizer, max_seq_len, words in (("other.pt", "bytes", 65, "max_seq_len=65"),
+                                                ("gpt2.pt", "gpt2", 32, "gpt2's, 384 ids, but the student's are bytes's")):
         other["model"]["lm_head.weight"] = other["model"]["lm_head.weight"] + 1e-3
         torch.save({**other, "tokenizer": tokenizer}, tmp_path / name)
         with pytest.raises(SystemExit):
             runtime.load_teacher(f"{tmp_path}/{name}", "bytes", 384, max_seq_len, None, None, False, None)
         assert words in capsys.readouterr().err
     assert "from 0 to 384" in refused("train_gpt2.py", *args, "--teacher_cache=385", f"--out_dir={tmp_path}/o")
-    assert "has another" in refused("train_gpt2.py", "--init_from=resume", f"--out_dir={folder}/live", f"--teacher={tmp_path}/other.pt", "--max_iters=8")
+    resume = ["--init_from=resume", f"--out_dir={folder}/live", "--max_iters=8"]
+    assert "has another" in refused("train_gpt2.py", *resume, f"--teacher={tmp_path}/other.pt")
     output = distil(args, tmp_path / "o", f"--teacher={tmp_path}/other.pt", "--teacher_cache=384", "--max_iters=0", "--warmup_iters=0")
     assert "is not used: another teacher\n" in output and "4 are missing" in output
 
