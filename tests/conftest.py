@@ -73,11 +73,10 @@ forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot"])
 
 
-def run_forked(script, args, cwd, output):
-    """In the fork: what python SCRIPT ARGS does, both streams into the file `output`."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+def run_forked(script, args, cwd, outputs):
+    """In the fork: what python SCRIPT ARGS does, its two streams into the files `outputs`."""
+    for stream, path in zip((1, 2), outputs):
+        os.dup2(os.open(path, os.O_WRONLY), stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2))
     os.chdir(cwd)
     sys.argv = [script, *args]
@@ -99,12 +98,12 @@ def run(script, *args, ranks=1, code=0, env=None, cwd=None):
     """Runs a script as a user would start it, under torchrun for more than one rank. -> what it printed, both streams."""
     args = [str(ROOT / script), *map(str, args)]
     if ranks == 1 and not env and script != "prepare_data.py":
-        with tempfile.NamedTemporaryFile(mode="r", errors="replace") as file:
-            process = forked.Process(target=run_forked, args=(args[0], args[1:], str(cwd or os.getcwd()), file.name))
+        with tempfile.NamedTemporaryFile("r", errors="replace") as out, tempfile.NamedTemporaryFile("r", errors="replace") as err:
+            process = forked.Process(target=run_forked, args=(args[0], args[1:], str(cwd or os.getcwd()), (out.name, err.name)))
             process.start()
             process.join(600)
-            assert not process.is_alive(), f"still running after 600 seconds\n{file.read()[-4000:]}"
-            output, returned = file.read(), process.exitcode
+            output, returned = out.read() + err.read(), process.exitcode
+            process.kill()
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         done = subprocess.run([sys.executable, *torchrun, *args], capture_output=True, text=True, errors="replace", cwd=cwd,
