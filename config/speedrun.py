@@ -1,4 +1,6 @@
-# The recipe that gets to a loss soonest; each choice in it is measured, see the README
+# The recipe that gets to a loss soonest: llama blocks, Muon, a rate for each kind of parameter, constant and then linear to zero.
+# What has been measured of it stands in the README; it is of small models and short runs.
+#   python train_gpt2.py config/speedrun.py
 arch = "llama"
 qk_norm = True
 embed_norm = True
