@@ -469,7 +469,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path):
     runtime.save_checkpoint(tmp_path, {"model": gpt.state_dict(), "model_args": gpt.config.__dict__, "config": {}, "tokenizer": "bytes",
                                        "stage": "chat", "iter_num": 0, "val_loss": 0.0, "val_iter": 0})
     program = subprocess.Popen([sys.executable, "-u", ROOT / "sample.py", f"--checkpoint={tmp_path}", "--chat=True", "--max_new_tokens=9000",
-                                "--temperature=0", "--device=cpu"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                "--temperature=0", "--device=cpu"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background ignores it
     program.stdin.write(b"hello\n")
     program.stdin.flush()
     seen = b""
