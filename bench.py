@@ -71,8 +71,7 @@ for name in names:
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
 if nanogpt is not None and not (Path(nanogpt) / "train.py").is_file():
     fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
-expect_range(config, 1, math.inf, "rounds", "context")
-expect_range(config, 1, math.inf, "minutes")
+expect_range(config, 1, math.inf, "rounds", "context", "minutes")
 expect_range(config, 2, math.inf, "new_tokens")
 expect_range(config, 5 if profile else 2, math.inf, "train_iters")
 _, _, compute_device = runtime.init_process(device)
@@ -215,8 +214,9 @@ def bench_train(folder):
         return time_steps(folder, name, "train_gpt2.py", *flags_of(name), *size, f"--compile={compile}", f"--data_dir={folder}")
 
     found = take_turns("train", rows, measure)
-    print_table(f"training: train_gpt2.py {' '.join(size)} --compile={compile}; MFU is against {'the data sheet' if on_gpu else 'a matrix product timed at each start'}; "
-                "compiling from nothing (cold) and from a cache (warm)"
+    peak = "the data sheet" if on_gpu else "a matrix product timed at each start"
+    print_table(f"training: train_gpt2.py {' '.join(size)} --compile={compile}; MFU is against {peak}; compiling from nothing (cold) and "
+                "from a cache (warm)"
                 + "\nnanoGPT: the same sizes, else its own settings; its seconds to compile hold two batches of validation" * bool(nanogpt),
                 found, [("tokens/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", rows[0]), ("MFU", "mfu", ".1%"),
                         ("peak MB", "peak_mem_mb"), ("ratio", "peak_mem_mb", ".2f", rows[0]), ("cold s", "cold", ".1f"),
@@ -266,23 +266,26 @@ def bench_soak(folder):
                "--log_interval=10", "--eval_interval=50", "--eval_iters=4", f"--compile={compile}", f"--dtype={compute_dtype}",
                f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/soak"]
     with open(f"{folder}/soak.txt", "w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as run:
-        begun, seen = time.time(), []
+        begun, seen, before = time.time(), [], (0, 0.0)
         print(f"soak: train_gpt2.py {' '.join(size)} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
-              f"{'minutes':>9}{'step':>9}{'tokens/s':>10}{'resident MB':>13}", flush=True)
+              f"{'minutes':>9}{'step':>9}{'tokens/s':>10}{'per CPU second':>16}{'resident MB':>13}", flush=True)
         while run.poll() is None and time.time() - begun < 60 * minutes:
             time.sleep(3 * minutes)  # twenty lines, however long it is
             log = Path(folder, "soak", "log.jsonl")
             steps = [json.loads(line) for line in log.read_text().splitlines() if "tok_per_sec" in line] if log.exists() else []
             if run.poll() is None and len(steps) > 1:
-                resident = int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(run.pid)])) / 1024
-                seen.append((statistics.median(step["tok_per_sec"] for step in steps[-5:]), resident))
-                print(f"{(time.time() - begun) / 60:>9.1f}{steps[-1]['iter']:>9,}{seen[-1][0]:>10,.0f}{resident:>13,.0f}", flush=True)
+                resident, cpu_time = subprocess.check_output(["ps", "-o", "rss=,time=", "-p", str(run.pid)], text=True).split()
+                spent = sum(float(n) * unit for n, unit in zip(re.split("[-:]", cpu_time)[::-1], (1, 60, 3600, 86400)))  # [[d-]h:]m:s
+                tokens = (steps[-1]["iter"] - before[0]) * tokens_per_batch  # all that was done between them is in its CPU seconds
+                seen.append((statistics.median(step["tok_per_sec"] for step in steps[-5:]), tokens / max(spent - before[1], 1), int(resident) / 1024))
+                before = steps[-1]["iter"], spent
+                print(f"{(time.time() - begun) / 60:>9.1f}{steps[-1]['iter']:>9,}{seen[-1][0]:>10,.0f}{seen[-1][1]:>16,.0f}{seen[-1][2]:>13,.0f}", flush=True)
         if run.poll() is not None:
             output.seek(0)
             fail(f"train_gpt2.py ended with code {run.returncode}: {output.read()[-500:]}")
         run.terminate()
     quarter = max(1, len(seen) // 4)  # the first line is still warming up
-    for what_it_is, values in zip(("tokens/s", "resident MB"), zip(*seen[1:])):
+    for what_it_is, values in zip(("tokens/s", "tokens per CPU second", "resident MB"), zip(*seen[1:])):
         first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
         print(f"{what_it_is}: {first:,.0f} in the first quarter, {last:,.0f} in the last, {100 * (last / first - 1):+.1f} %", flush=True)
 
@@ -472,7 +475,8 @@ def bench_decode(folder):
                 next(tokens)  # reads the prompt
                 t0 = time.perf_counter()
                 n = sum(1 for _ in tokens)
-        return {"tok_per_sec": n / (time.perf_counter() - t0), "cache": cache_bytes.get(name), "compiling": compiling.get(name) if compiled else None}
+        return {"tok_per_sec": n / (time.perf_counter() - t0), "cache": cache_bytes.get(name),
+                "compiling": compiling.get(name) if compiled else None}
 
     found = take_turns("decode", labels, measure, warm_up=1)
     print_table(f"decoding: 12 layers, 12 heads, 768 wide, {context} tokens of context, batch 1, temperature 1, top_k 200"

@@ -360,7 +360,7 @@ class Distillation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, alpha, T, learned, told, teacher_weight, ids):
-        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         weight_x, V, u = weight.to(x.dtype), weight.size(0), 1 / T
         ce, kl, dT = torch.zeros(3, dtype=torch.float32, device=x.device).unbind()
         log_n = 0.0  # of how many ids each place stands for
@@ -402,8 +402,9 @@ class Distillation(torch.autograd.Function):
             else:
                 dlogits = gradient(logits, onehot, log_p[:, k:]).scatter(-1, ids_c, gradient(s[:, :k], ids_c == tc, log_p[:, :k]))
             dx[i:i + LOSS_CHUNK] = dlogits @ weight_x
-            dweight += dlogits.t() @ xc
-        ctx.save_for_backward(dx, dweight.to(weight.dtype), alpha * dT)
+            if dweight is not None:
+                dweight += dlogits.t() @ xc
+        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype), alpha * dT)
         parts = torch.stack((ce, kl))
         ctx.mark_non_differentiable(parts)
         return (1 - alpha) * ce + alpha * T * T * kl, parts
@@ -411,7 +412,8 @@ class Distillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, grad_parts):
         dx, dweight, dT = ctx.saved_tensors
-        return (dx * grad_loss).to(dx.dtype), (dweight * grad_loss).to(dweight.dtype), None, None, dT * grad_loss, *[None] * 4
+        dweight = None if dweight is None else (dweight * grad_loss).to(dweight.dtype)
+        return (dx * grad_loss).to(dx.dtype), dweight, None, None, dT * grad_loss, *[None] * 4
 
 
 def distillation(x, weight, targets, alpha, temperature, told, teacher_weight=None, ids=None):

@@ -25,8 +25,7 @@ def new_optimizer(model, optimizer, learning_rate, beta1, beta2, weight_decay, e
     groups = {"matrices": [], "embeddings": [], "head": [], "vectors": []}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            kind = "vectors" if p.dim() < 2 else "matrices" if ".h." in name else "head" if name.startswith("lm_head") else "embeddings"
-            groups[kind].append(p)
+            groups[kind_of(name, p)].append(p)
     if learning_rate == 0 and (optimizer == "muon" or any((embedding_lr, head_lr, vector_lr))):
         fail("--learning_rate=0: the schedule is made for it and takes the other rates along; give one above 0")
     rates = {"matrices": muon_lr if optimizer == "muon" else None, "embeddings": embedding_lr, "head": head_lr, "vectors": vector_lr}
@@ -38,6 +37,11 @@ def new_optimizer(model, optimizer, learning_rate, beta1, beta2, weight_decay, e
     if optimizer == "muon":
         return MuonAdamW(groups[0], groups[1:], adamw)
     return torch.optim.AdamW(groups, **adamw)
+
+
+def kind_of(name, p):
+    """The group of a GPT's parameter: vectors, matrices (the hidden ones), head (untied) or embeddings."""
+    return "vectors" if p.dim() < 2 else "matrices" if ".h." in name else "head" if name.startswith("lm_head") else "embeddings"
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -229,7 +233,7 @@ def new_masks(model, checkpoint, sparsity):
         return {}
     saved = (checkpoint or {}).get("masks", {})
     masks = {name: saved[name].to(p.device, copy=True) if saved else torch.zeros_like(p, dtype=torch.bool)
-             for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name}
+             for name, p in model.named_parameters() if kind_of(name, p) == "matrices"}
     if sparsity_of(masks) > sparsity + len(masks) / sum(mask.numel() for mask in masks.values()):  # rounding aside
         fail(f"--sparsity={sparsity}: of this model's weights {sparsity_of(masks):.4f} are pruned already; give at least that")
     return masks

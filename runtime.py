@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from configurator import fail
+from configurator import expect_range, fail
 from model import GPT, GPTConfig, IGNORE, LOSS_CHUNK, config_from_hf, from_hf, merge_lora
 from prepare_data import TeacherCache, epoch_order
 
@@ -611,10 +611,15 @@ def fingerprint(checkpoint):
     """
     if "fingerprint" in checkpoint:  # taken before its adapters were merged
         return checkpoint["fingerprint"]
-    digest = hashlib.sha256(json.dumps(checkpoint.get("lora")).encode())
-    for name, tensor in sorted(checkpoint["model"].items()):
+    return digest_of(checkpoint.get("lora"), checkpoint["model"], rows=50257)
+
+
+def digest_of(said, state_dict, rows=None):
+    """SHA-256 of a plain value and of weights, of each tensor the first `rows`; None: all of it."""
+    digest = hashlib.sha256(json.dumps(said).encode())
+    for name, tensor in sorted(state_dict.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor[:50257].contiguous().view(torch.uint8).numpy())
+        digest.update(tensor[:rows].contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -760,9 +765,7 @@ def load_teacher(path, tokenizer, vocab_size, max_seq_len, device, dtype, sharde
              f"{tokenizer}'s, {vocab_size} ids")
     if max_seq_len > args["max_seq_len"]:
         fail(f"--max_seq_len={max_seq_len}: the teacher, {path}, has {args['max_seq_len']} positions; give at most that")
-    digest = hashlib.sha256(json.dumps({**args, "dropout": 0.0}).encode())
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
+    digest = digest_of({**args, "dropout": 0.0}, model.state_dict())
     print_once(f"teacher: {introduce(path, checkpoint, sum(p.numel() for p in model.parameters()))}")
     model.requires_grad_(False)
     if sharded:
@@ -777,7 +780,30 @@ def load_teacher(path, tokenizer, vocab_size, max_seq_len, device, dtype, sharde
         with torch.no_grad():  # not inference_mode: a learned temperature takes them into autograd
             return states(x, positions, mask).clone(), model.lm_head.weight  # with reduce-overhead the next call writes to its memory
 
-    return ask, digest.hexdigest()
+    return ask, digest
+
+
+def new_teacher(config, optimizer, tokenizer, vocab_size, device, dtype, compile_options, resumed):
+    """
+    What a loop's settings say of a teacher -> ask and the digest, from load_teacher, and log T, a scalar tensor, which optimizer steps
+    where it is learned; None three times without one. resumed: the checkpoint of the run that goes on, or None; a run goes on with
+    the teacher it had, or is refused, and from the T it had.
+    """
+    ask, digest, log_temperature = None, None, None
+    if config["teacher"]:
+        expect_range(config, 0, vocab_size, "teacher_cache")
+        ask, digest = load_teacher(config["teacher"], tokenizer, vocab_size, config["max_seq_len"], device, dtype, config["fsdp"],
+                                   compile_options)
+        log_temperature = torch.tensor(math.log(config["teacher_temperature"]), device=device, requires_grad=config["learn_temperature"])
+        if config["learn_temperature"]:
+            optimizer.add_param_group({**optimizer.param_groups[-1], "params": [log_temperature], "weight_decay": 0.0})  # as vectors
+    before = (resumed or {}).get("teacher", {})
+    if resumed and before.get("digest") != digest:
+        fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has {'another' if before else 'none'}; to train its weights "
+             f"with this one start a new run with --init_from={config['out_dir']}/ckpt.pt --out_dir=...")
+    if before and config["learn_temperature"]:
+        log_temperature.data.fill_(before["log_temperature"])
+    return ask, digest, log_temperature
 
 
 def cache_teacher(where, made_from, n_rows, wanted, seed, ask, read, batch_size, rank, world_size):

@@ -268,17 +268,10 @@ masks = new_masks(orig_model, checkpoint, sparsity)  # what is pruned
 if not sparsity and "masks" in (checkpoint or {}):
     runtime.print_once("WARNING: the weights that were pruned grow back; --sparsity, as it was, keeps them zero")
 # the teacher is asked in each step, or, with a cache, beforehand, once for each row that the run will see
-log_temperature, ask, cache, teacher_digest = None, None, None, None
-if teacher:
-    expect_range(config, 0, meta["vocab_size"], "teacher_cache")
-    ask, teacher_digest = runtime.load_teacher(teacher, meta["tokenizer"], meta["vocab_size"], max_seq_len, compute_device,
-                                               compute_dtype, fsdp, compile_options if compile else None)
-    log_temperature = torch.tensor(math.log(teacher_temperature), device=compute_device, requires_grad=learn_temperature)
-    if learn_temperature:
-        optimizer.add_param_group({**optimizer.param_groups[-1], "params": [log_temperature], "weight_decay": 0.0})  # as vectors
-if resuming and checkpoint.get("teacher", {}).get("digest") != teacher_digest:
-    fail(f"--teacher={teacher}: the run in {out_dir} has {'another' if 'teacher' in checkpoint else 'none'}; to train its weights with "
-         f"this one start a new run with --init_from={out_dir}/ckpt.pt --out_dir=...")
+ask, teacher_digest, log_temperature = runtime.new_teacher(
+    config, optimizer, meta["tokenizer"], meta["vocab_size"], compute_device, compute_dtype, compile_options if compile else None,
+    checkpoint if resuming else None)
+cache = None
 scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "float16")
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
@@ -289,8 +282,6 @@ if resuming:
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
     health.update(checkpoint.get("health", {}))
-    if learn_temperature:
-        log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
     if checkpoint["path"].endswith("_prev.pt") and rank == 0:
         runtime.set_aside(out_dir)
     if max_iters < iter_num:

@@ -13,7 +13,7 @@ import runtime
 from conftest import TINY, read_log, refused, run
 from model import GPT, GPTConfig, IGNORE, distillation, linear_cross_entropy, packed
 from prepare_data import TeacherCache, chat_rows, rows_to_windows
-from test_chat import E, jsonl, turns
+from test_chat import SFT as CHAT, E, jsonl, turns
 from test_train import load, same
 
 N, C, V = 21, 12, 40  # in chunks of 8, and a last one that is not full
@@ -91,6 +91,13 @@ def test_weight_zero_is_plain_cross_entropy_and_a_teacher_like_the_student_teach
     assert all(gradient.abs().max() < 1e-4 for gradient in torch.autograd.grad(loss, (x, weight, temperature)))
 
 
+def test_a_frozen_head_has_no_gradient_and_the_rest_has_the_same():
+    x, weight, targets, temperature, hidden, head = inputs()
+    theirs = torch.autograd.grad(distillation(x, weight, targets, 0.5, temperature, hidden, head)[0] * 0.37, (x, temperature))
+    ours = torch.autograd.grad(distillation(x, weight.detach(), targets, 0.5, temperature, hidden, head)[0] * 0.37, (x, temperature))
+    assert same(ours, theirs)
+
+
 def test_a_fixed_temperature_has_no_gradient_and_bfloat16_is_near():
     x, weight, targets, temperature, hidden, head = inputs()
     exact, _ = distillation(x, weight, targets, 0.5, temperature.detach(), hidden, head)
@@ -105,9 +112,7 @@ def test_a_fixed_temperature_has_no_gradient_and_bfloat16_is_near():
 # the loops
 
 SHORT = [*TINY, "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0"]
-SFT = ["--batch_size=2", "--gradient_accumulation_steps=2", "--eval_iters=4", "--log_interval=1", "--learning_rate=3e-3", "--max_iters=4",
-       "--lr_decay_iters=4", "--warmup_iters=2", "--eval_interval=2", "--sample_tokens=0", "--device=cpu", "--dtype=float32",
-       "--compile=False"]
+SFT = [*CHAT, "--max_iters=4", "--lr_decay_iters=4", "--eval_interval=2", "--sample_tokens=0"]
 LOGGED = "train_loss", "ce_loss", "kl_loss", "temperature", "val_loss", "grad_norm"
 
 

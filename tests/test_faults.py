@@ -32,7 +32,7 @@ def start(script, *args, ranks=1, torchrun=()):
     if ranks > 1 or torchrun:
         launcher = [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *torchrun]
     return subprocess.Popen([*launcher, str(ROOT / script), *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+                            start_new_session=True)
 
 
 def read_until(program, word):
@@ -483,7 +483,7 @@ def test_damaged_files_from_the_command_line(shards, small_checkpoint, tmp_path,
                     "chats.jsonl": ("chat_sft.py", [f"--init_from={tmp_path}/ckpt.pt", f"--data={tmp_path}/chats.jsonl", f"--chat_dir={tmp_path}/rows",
                                                     f"--out_dir={tmp_path}/o", "--print_batch=True"])
                     }.get(kind, ("train_gpt2.py", [*ARGS, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/o", "--max_iters=1", "--warmup_iters=0"]))
-    done = subprocess.run([sys.executable, ROOT / script, *args], capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run([sys.executable, ROOT / script, *args], capture_output=True, text=True, timeout=120)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 0 or done.returncode == 2 and done.stderr.count("error: ") == 1, done.stderr
 

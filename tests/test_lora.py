@@ -254,13 +254,13 @@ def test_check_health_looks_at_the_adapters(folder, targets, lines, capsys):
 # the base
 
 def test_a_base_that_is_gone_moved_or_another_one(folder, tuned, tmp_path, monkeypatch, capsys):
-    shutil.copytree(folder / "base", tmp_path / "work" / "base")
-    monkeypatch.chdir(tmp_path / "work")
+    shutil.copytree(folder / "base", tmp_path / "first" / "base")
+    monkeypatch.chdir(tmp_path / "first")
     checkpoint = torch.load(tuned[0] / "ckpt.pt", weights_only=True)
-    checkpoint["lora"] |= {"path": "base/ckpt.pt", "absolute": str(tmp_path / "work" / "base" / "ckpt.pt")}
+    checkpoint["lora"] |= {"path": "base/ckpt.pt", "absolute": str(tmp_path / "first" / "base" / "ckpt.pt")}
     assert runtime.save_checkpoint("tuned", checkpoint)
     whole = runtime.load_checkpoint("tuned")["model"]
-    shutil.move(tmp_path / "work", tmp_path / "moved")  # all together: the path as given holds
+    shutil.move(tmp_path / "first", tmp_path / "moved")  # all together: the path as given holds
     monkeypatch.chdir(tmp_path / "moved")
     assert same(runtime.load_checkpoint("tuned")["model"], whole)
 
@@ -268,7 +268,7 @@ def test_a_base_that_is_gone_moved_or_another_one(folder, tuned, tmp_path, monke
         with pytest.raises(SystemExit):
             runtime.load_checkpoint("tuned")
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and "tuned/ckpt.pt" in lines[0] and f"{tmp_path}/work/base/ckpt.pt or base/ckpt.pt" in lines[0], lines
+        assert len(lines) == 1 and "tuned/ckpt.pt" in lines[0] and f"{tmp_path}/first/base/ckpt.pt or base/ckpt.pt" in lines[0], lines
         return lines[0]
 
     base = torch.load("base/ckpt.pt", weights_only=True)
