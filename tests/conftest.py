@@ -1,11 +1,14 @@
 """Shared by all tests: the scripts on the path, started as a user starts them, and small data to start them on."""
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -68,13 +71,15 @@ TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_seq_len=32", "--batch
 
 
 # Python takes 5 seconds to import torch and its compiler, which most of these tests would spend most of their time on. So one
-# process imports them and does nothing else, and each script is run in a fork of it.
+# process imports them and does nothing else, and each script is run in a fork of it; two ranks are two forks, in the environment
+# that torchrun makes. torchrun itself is started where a test is of what it does.
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot"])
 
 
-def run_forked(script, args, cwd, outputs):
+def run_forked(script, args, cwd, env, outputs):
     """In the fork: what python SCRIPT ARGS does, its two streams into the files `outputs`."""
+    os.environ.update(env)
     for stream, path in zip((1, 2), outputs):
         os.dup2(os.open(path, os.O_WRONLY), stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2))
@@ -94,21 +99,36 @@ def run_forked(script, args, cwd, outputs):
     os._exit(code)
 
 
-def run(script, *args, ranks=1, code=0, env=None, cwd=None):
-    """Runs a script as a user would start it, under torchrun for more than one rank. -> what it printed, both streams."""
-    args = [str(ROOT / script), *map(str, args)]
-    if ranks == 1 and not env and script != "prepare_data.py":
-        with tempfile.NamedTemporaryFile("r", errors="replace") as out, tempfile.NamedTemporaryFile("r", errors="replace") as err:
-            process = forked.Process(target=run_forked, args=(args[0], args[1:], str(cwd or os.getcwd()), (out.name, err.name)))
+def run_ranks(args, ranks, cwd):
+    """A fork for each rank. -> what they printed, and the first exit code that is not 0; a rank that fails ends the others."""
+    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as free:
+        places = [{}] if ranks == 1 else [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])} for rank in range(ranks)]
+        free.close()
+        files = [stack.enter_context(tempfile.NamedTemporaryFile("r", errors="replace")) for _ in range(2 * ranks)]
+        processes = [forked.Process(target=run_forked, args=(args[0], args[1:], cwd, place, [file.name for file in files[2 * i:2 * i + 2]]))
+                     for i, place in enumerate(places)]
+        for process in processes:
             process.start()
-            process.join(600)
-            output, returned = out.read() + err.read(), process.exitcode
+        running, give_up = processes, time.monotonic() + 600
+        while running and not any(process.exitcode for process in processes) and time.monotonic() < give_up:
+            multiprocessing.connection.wait([process.sentinel for process in running], 1)
+            running = [process for process in running if process.exitcode is None]
+        for process in running:
             process.kill()
-    else:
+        return "".join(file.read() for file in files), next((process.exitcode for process in processes if process.exitcode != 0), 0)
+
+
+def run(script, *args, ranks=1, code=0, env=None, cwd=None):
+    """Runs a script as a user would start it, with several ranks as torchrun would. -> what it printed, both streams."""
+    args = [str(ROOT / script), *map(str, args)]
+    if env or script == "prepare_data.py" or ranks > 1 and code:  # torchrun has an exit code of its own
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
         done = subprocess.run([sys.executable, *torchrun, *args], capture_output=True, text=True, errors="replace", cwd=cwd,
                               env={**os.environ, **(env or {})}, timeout=600)
         output, returned = done.stdout + done.stderr, done.returncode
+    else:
+        output, returned = run_ranks(args, ranks, str(cwd or os.getcwd()))
     assert returned == code, f"exit code {returned}, expected {code}\n{output[-4000:]}"
     return output
 
