@@ -1,3 +1,5 @@
-# GPT-2 124M on FineWeb-Edu with 128 rows a step as 32 x 4 instead of 16 x 8: the same model, for GPUs with room for it
-batch_size = 32
+# GPT-2 124M on FineWeb-Edu for 10,000 steps of 128 rows, 1.3 B tokens: the protocol under which perplexities are compared
+#   python train_gpt2.py config/gpt2_baseline.py --optimizer=adamw_spam --sparsity=0.5
+max_iters = 10000
+batch_size = 32  # times 4 is 16 * 8, the default: the same model, for GPUs with room for it
 gradient_accumulation_steps = 4

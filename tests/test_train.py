@@ -2,13 +2,14 @@
 import json
 import math
 import re
+import runpy
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import TINY, read_log, refused, run, write_shards
+from conftest import ROOT, TINY, read_log, refused, run, write_shards
 from model import GPT, GPTConfig
 from test_model import transformers_twin
 
@@ -145,6 +146,20 @@ def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra, ranks):
     for key in ("model", "optimizer", "rows_seen", "iter_num", "best_val_loss", "val_loss", *(["masks"] if "masks" in whole else [])):
         assert same(whole[key], parts[key]), key
     assert read_log(tmp_path / "whole", "train_loss", "val_loss") == read_log(tmp_path / "parts", "train_loss", "val_loss")
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "gpt2_baseline", "gpt2_mla", "speedrun"])
+def test_a_preset_is_what_it_says_and_starts(shards, tmp_path, preset):
+    small = [setting for setting in TINY if not setting.startswith(("--learning_rate", "--warmup", "--gradient"))]
+    run("train_gpt2.py", f"{ROOT}/config/{preset}.py", *small, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=1",
+        "--warmup_iters=0", *(["--kv_lora_rank=8"] if preset == "gpt2_mla" else []))
+    config = load(tmp_path / "o")["config"]
+    if preset in ("gpt2_baseline", "gpt2_mla"):  # 128 rows a step, 10,000 steps
+        stated = runpy.run_path(f"{ROOT}/config/{preset}.py")
+        assert stated["batch_size"] * stated["gradient_accumulation_steps"] == 128 and stated["max_iters"] == 10_000
+        assert (config["arch"], config["optimizer"], config["learning_rate"]) == ("gpt2", "adamw", 6e-4)
+    assert config["attention"] == ("mla" if preset == "gpt2_mla" else "mha")
+    assert config["optimizer"] == ("muon" if preset == "speedrun" else "adamw")
 
 
 def test_two_ranks_train_the_model_of_one(shards, trained, tmp_path):
