@@ -36,7 +36,6 @@ class GPTConfig:
     n_kv_head: Optional[int] = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm, without weights, on the embedding, which is drawn from N(0, 1)
-    zero_init: bool = False  # the projections into the residual stream and an untied head start at zero
     intermediate_size: Optional[int] = None  # width of the MLP; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation that GPT-2 is trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -459,10 +458,8 @@ class GPT(nn.Module):
         gpt2: N(0, 0.02), the projections into the residual stream divided by sqrt(2 * n_layer) so that its
         variance does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as
         in OpenAI's code. llama: the papers do not say; the same 0.02 (transformers' initializer_range) and
-        the same scaled projections.
-        zero_init: those projections and an untied head start at 0, so that the first loss is ln(V) and each block the identity
-        (Yang et al. 2022, "Tensor Programs V", appendix D.2). embed_norm: the embedding is N(0, 1): normalised, its scale does not
-        count, and only says how fast it turns under a given learning rate.
+        the same scaled projections. embed_norm: the embedding is N(0, 1): normalised, its scale does not count, and only says how
+        fast it turns under a given learning rate.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
@@ -474,9 +471,7 @@ class GPT(nn.Module):
             elif self.config.embed_norm and name.endswith("wte.weight"):
                 nn.init.normal_(p, std=1.0)
             elif name.endswith(("c_proj.weight", "o_proj.weight", "down_proj.weight")):
-                nn.init.normal_(p, std=0.0 if self.config.zero_init else 0.02 / math.sqrt(2 * self.config.n_layer))
-            elif self.config.zero_init and name == "lm_head.weight":
-                nn.init.zeros_(p)
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
                 nn.init.normal_(p, std=0.02)
 

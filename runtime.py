@@ -335,7 +335,7 @@ def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
         if step == 0 and from_scratch:
             expected = math.log(model.config.vocab_size)
             report(abs(losses[0] / expected - 1) < 0.05, f"the first loss is {losses[0]:.3f}; ln(vocabulary) is {expected:.3f}")
-        if step < 3:  # behind a zero_init head, and then behind what writes into the residual stream, gradients come a step later
+        if step < 3:  # behind LoRA's zeros gradients come a step later
             for name, p in trained.items():
                 norms[name] = max(norms.get(name, 0.0), p.grad.norm().item() if p.grad is not None else 0.0)
         if step == 2:

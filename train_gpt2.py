@@ -60,7 +60,6 @@ n_embd: int = 768  # width of the residual stream
 n_kv_head: Optional[int] = None  # llama: key/value heads; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
 embed_norm: bool = False  # llama: normalise the embedding, drawn from N(0, 1)
-zero_init: bool = False  # what writes into the residual stream, and an untied head, starts at zero
 intermediate_size: Optional[int] = None  # width of the MLP; None: 4 n_embd, for llama 8/3 n_embd
 gelu: Literal["tanh", "exact"] = "tanh"  # gpt2: GPT-2's approximation, or nanoGPT's exact one
 rope_theta: float = 10000.0  # llama: base of the rotary frequencies

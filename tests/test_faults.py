@@ -313,7 +313,7 @@ def test_faults_of_a_step(losses, norms, faults):
 
 def test_check_health_finds_what_is_wrong_and_nothing_where_nothing_is(shards, tmp_path):
     args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--check_health=True"]
-    output = run("train_gpt2.py", *args, "--arch=llama", "--zero_init=True", "--embed_norm=True", "--optimizer=muon")
+    output = run("train_gpt2.py", *args, "--arch=llama", "--embed_norm=True", "--optimizer=muon")
     assert "PROBLEM" not in output and output.count("ok ") == 5, output
     output = run("train_gpt2.py", *args)
     assert output.count("ok   ") == 5 and "PROBLEM" not in output and not runtime.found_checkpoint(tmp_path / "o")

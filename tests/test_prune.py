@@ -94,7 +94,7 @@ def test_what_is_pruned_moves_no_more_and_counts_in_no_norm():
 
 
 def test_equal_scores_go_in_order_behind_what_is_pruned():
-    """Ranks whose weights are the same have the same masks, whatever sorts them, and zero_init's zeros are not taken for pruned."""
+    """Ranks whose weights are the same have the same masks, whatever sorts them, and zeros that were there are not taken for pruned."""
     gpt = small_gpt("gpt2")
     masks = new_masks(gpt, None, 0.25)
     for name, mask in masks.items():

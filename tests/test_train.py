@@ -15,7 +15,7 @@ from test_model import transformers_twin
 
 
 LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
-MUON = [*LLAMA, "--embed_norm=True", "--zero_init=True", "--optimizer=muon"]
+MUON = [*LLAMA, "--embed_norm=True", "--optimizer=muon"]
 MLA = ["--attention=mla", "--kv_lora_rank=8"]
 SPAM = ["--optimizer=adamw_spam", "--spam_interval=7"]  # two resets in 20 steps
 PRUNED = ["--sparsity=0.7", "--prune_begin=2", "--prune_end=13", "--prune_interval=4"]  # at 6, 10 and 13
