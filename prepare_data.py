@@ -7,7 +7,7 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
 
 Documents become one stream of tokens, <|endoftext|> before each, cut into shards of a fixed size; the first
 is for validation. Memory stays bounded whatever the size of the source. Stop it at any moment and start it
-again: it goes on behind the last whole shard and ends with the same bytes, for any number of processes.
+again: it goes on behind the last whole shard and ends with the same bytes, for any number of threads.
 
 This file owns what a shard is, what a tokenizer is and what a conversation is; the trainers import them from here.
 """
@@ -17,7 +17,6 @@ import glob
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
@@ -27,8 +26,7 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -542,7 +540,25 @@ FILE_KINDS = {"parquet": "parquet", "jsonl": "json", "json": "json", "txt": "tex
 
 
 class WorkStopped(Exception):
-    """The source, a worker or the disk gave up. Not failed on the spot: the progress bar has to be closed first."""
+    """The source gave up. Not failed on the spot: the progress bar has to be closed first."""
+
+
+def parquet_batches(paths, column, state):
+    """The documents of local parquet files, 64 at a time. state: [file, row group, batch], the place to begin with."""
+    import pyarrow.parquet as pq  # comes with datasets, and opens in a tenth of its time
+    first = state or [0, 0, 0]
+    try:
+        for i in range(first[0], len(paths)):
+            with pq.ParquetFile(paths[i]) as file:
+                for group in range(file.num_row_groups):
+                    if [i, group] < first[:2]:
+                        continue
+                    for number, batch in enumerate(file.iter_batches(64, [group], [column])):
+                        if [i, group, number] >= first:
+                            yield [i, group, number], batch[column].to_pylist()
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's own are among them
+        raise WorkStopped(f"{paths[i]} could not be read on: {type(error).__name__}: {error}; what is written stays, and "
+                          f"the same command goes on from there")
 
 
 def dataset_batches(data, column, state):
@@ -620,15 +636,15 @@ def parquet_text_bytes(paths, column):
 
 
 # ---------------------------------------------------------------------------------------------------
-# the work: documents -> tokens in worker processes, tokens -> shards in this one
+# the work: documents -> tokens in threads (tiktoken releases Python's lock while it encodes), tokens -> shards in this one
 
 def tokenize(name, documents):
     """
-    In a worker. -> tokens (n,) uint16, <|endoftext|> before each document; where each document starts in
+    -> tokens (n,) uint16, <|endoftext|> before each document; where each document starts in
     them; how many were empty (or no text at all) and left out. Text that spells a special token is text.
     """
     tokenizer = get_tokenizer(name)
-    pieces, starts, empty, length = [], [], 0, 0
+    eot, pieces, starts, empty, length = np.array([tokenizer.eot_token], dtype=np.uint32), [], [], 0, 0
     for text in documents:
         if not isinstance(text, str) or not text:
             empty += 1
@@ -636,9 +652,9 @@ def tokenize(name, documents):
         ids = tokenizer.encode_to_numpy(text, disallowed_special=())  # encode_ordinary, without the list
         starts.append(length)
         length += 1 + len(ids)
-        pieces += [np.array([tokenizer.eot_token], dtype="<u2"), ids.astype("<u2")]
-    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype="<u2")
-    return tokens, np.array(starts, dtype=np.int64), empty
+        pieces += [eot, ids]
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0)
+    return tokens.astype("<u2"), np.array(starts, dtype=np.int64), empty
 
 
 def shard_name(index, shard_size, val_tokens):
@@ -659,11 +675,11 @@ def write_atomically(path, *pieces):
     os.replace(temporary, path)
 
 
-def write_shards(batches, progress, data_dir, max_tokens, num_proc, bar):
+def write_shards(batches, progress, data_dir, max_tokens, num_threads, bar):
     """
-    Tokenizes `batches` of (state, documents) in num_proc processes and writes them as shards. After each whole
+    Tokenizes `batches` of (state, documents) in num_threads threads and writes them as shards. After each whole
     shard progress.json says where the source stood and what has been counted; that is where the next start
-    goes on. At most 4 * num_proc batches are under way. -> the final counts.
+    goes on. At most 4 * num_threads batches are under way. -> the final counts.
     """
     recipe, counts, skip = progress["recipe"], dict(progress["counts"]), progress["skip"]
     sizes = token_bytes(get_tokenizer(recipe["tokenizer"]))
@@ -696,19 +712,15 @@ def write_shards(batches, progress, data_dir, max_tokens, num_proc, bar):
                 progress.update(state=state, skip=position, counts=counts)
                 write_atomically(f"{data_dir}/progress.json", json.dumps(progress, indent=1).encode())
 
-    with ProcessPoolExecutor(num_proc, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            for state, documents in batches:
-                pending.append((state, pool.submit(tokenize, recipe["tokenizer"], documents)))
-                if len(pending) >= 4 * num_proc:
-                    take_batch()
-                if counts["tokens"] >= max_tokens:
-                    break
-            while pending:
+    with ThreadPoolExecutor(num_threads) as pool:
+        for state, documents in batches:
+            pending.append((state, pool.submit(tokenize, recipe["tokenizer"], documents)))
+            if len(pending) >= 4 * num_threads:
                 take_batch()
-        except BrokenProcessPool:
-            raise WorkStopped("a tokenizer process died (out of memory?): start again with a lower --num_proc; what is "
-                              "written stays")
+            if counts["tokens"] >= max_tokens:
+                break
+        while pending:
+            take_batch()
     if filled:  # the last shard is as long as what is left, and not in progress.json: more may follow
         write_shard(shard_name(counts["shards"], recipe["shard_size"], recipe["val_tokens"])[0])
     return counts
@@ -725,7 +737,7 @@ if __name__ == "__main__":
     max_tokens: Optional[int] = None  # stop after this many, validation included; None: all
     val_tokens: Optional[int] = None  # the first tokens, for validation; None: 2**20, at most about a tenth of local files
     shard_size: int = 100_000_000  # tokens a shard, 2 bytes each
-    num_proc: Optional[int] = None  # tokenizer processes; None: one a core
+    num_threads: Optional[int] = None  # that tokenize; None: one a core
     config, given = configure(globals())
 
     # what was asked for
@@ -733,11 +745,11 @@ if __name__ == "__main__":
         fail(f"--files={files} and --dataset={dataset}: give one of them")
     if shard_size > 2 ** 31 - 1:
         fail(f"--shard_size={shard_size}: expected at most {2 ** 31 - 1}, the most that a shard's header can say")
-    expect_range(config, 1, math.inf, "max_tokens", "val_tokens", "shard_size", "num_proc")
+    expect_range(config, 1, math.inf, "max_tokens", "val_tokens", "shard_size", "num_threads")
     from_python = dataset == "python" and files is None
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
-    get_tokenizer(tokenizer)  # fetched once, before the workers want it
-    num_proc = num_proc or os.cpu_count()
+    get_tokenizer(tokenizer)  # fetched once, before the threads want it
+    num_threads = num_threads or os.cpu_count()
     dataset_config = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
 
     # the source, and the recipe that a second start must share
@@ -809,25 +821,28 @@ if __name__ == "__main__":
     else:
         print(f"opening {files or dataset} ...", flush=True)
         os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, a second for nothing
-        import datasets  # here and not above: training runs without it
         try:
-            if files is not None:
-                kind = kinds.pop()
-                data = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True,
-                                             **({"sample_by": "document"} if kind == "text" else {}))
-                if kind == "parquet":
-                    text_bytes = parquet_text_bytes(paths, text_column)
-                elif not any(path.endswith((".gz", ".zst")) for path in paths):
-                    text_bytes = sum(map(os.path.getsize, paths))
+            kind = kinds.pop() if files is not None else None
+            if kind == "parquet":
+                import pyarrow.parquet as pq
+                columns, text_bytes = pq.read_schema(paths[0]).names, parquet_text_bytes(paths, text_column)
+                batches = parquet_batches(paths, text_column, progress["state"])
             else:
-                data = datasets.load_dataset(dataset, dataset_config, split=dataset_split, streaming=True)
-                splits = data.info.splits or {}
-                text_bytes = splits[dataset_split].num_bytes if dataset_split in splits else None
-        except Exception as error:  # as in dataset_batches
+                import datasets  # here and not above: training runs without it
+                if files is not None:
+                    data = datasets.load_dataset(kind, data_files=paths, split="train", streaming=True,
+                                                 **({"sample_by": "document"} if kind == "text" else {}))
+                    if not any(path.endswith((".gz", ".zst")) for path in paths):
+                        text_bytes = sum(map(os.path.getsize, paths))
+                else:
+                    data = datasets.load_dataset(dataset, dataset_config, split=dataset_split, streaming=True)
+                    splits = data.info.splits or {}
+                    text_bytes = splits[dataset_split].num_bytes if dataset_split in splits else None
+                columns, batches = data.column_names, dataset_batches(data, text_column, progress["state"])
+        except Exception as error:  # whatever the readers, the file system and the network raise
             fail(f"{files or dataset} cannot be opened: {type(error).__name__}: {error}")
-        if data.column_names and text_column not in data.column_names:
-            fail(f"--text_column={text_column}: no such column; the source has {', '.join(data.column_names)}")
-        batches = dataset_batches(data, text_column, progress["state"])
+        if columns and text_column not in columns:
+            fail(f"--text_column={text_column}: no such column; the source has {', '.join(columns)}")
     total = max_tokens
     if text_bytes:  # 4.2 bytes a token: measured on text of FineWeb-Edu's kind
         total = min(wanted, int(text_bytes / (4.2 if tokenizer == "gpt2" else 1)))
@@ -851,7 +866,7 @@ if __name__ == "__main__":
     start, before = time.time(), progress["counts"]["tokens"]
     try:
         with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:
-            counts = write_shards(batches, progress, data_dir, wanted, num_proc, bar)
+            counts = write_shards(batches, progress, data_dir, wanted, num_threads, bar)
     except WorkStopped as error:
         fail(error)
     except OSError as error:

@@ -144,7 +144,7 @@ def test_killed_at_random_moments_preparation_ends_with_the_same_bytes(tmp_path,
     with open(tmp_path / "texts.jsonl", "w") as f:
         for i in range(3000):
             f.write(json.dumps({"text": f"document {i} " * (i % 50 + 1)}) + "\n")
-    args = [f"--files={tmp_path}/texts.jsonl", "--tokenizer=bytes", "--shard_size=50000", "--val_tokens=5000", "--num_proc=1"]
+    args = [f"--files={tmp_path}/texts.jsonl", "--tokenizer=bytes", "--shard_size=50000", "--val_tokens=5000", "--num_threads=1"]
     run("prepare_data.py", *args, f"--data_dir={tmp_path}/whole")
     rng = random.Random(3)
     for _ in range(kills):

@@ -116,7 +116,7 @@ def parquet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parquet")
     write_parquet(folder / "b.parquet", PARQUET_DOCUMENTS[350:], row_group_size=37)
     write_parquet(folder / "a.parquet", PARQUET_DOCUMENTS[:350], row_group_size=100)
-    prepare(folder, *PARQUET, "--data_dir=undisturbed", "--num_proc=1")
+    prepare(folder, *PARQUET, "--data_dir=undisturbed", "--num_threads=1")
     return folder
 
 
@@ -145,7 +145,7 @@ def test_jsonl_plain_and_compressed_with_empty_documents(tmp_path):
     first, second = some_documents(100, seed=2), some_documents(30, seed=3)
     write_jsonl(tmp_path / "z.jsonl.gz", ["", None, *first, None])
     write_jsonl(tmp_path / "y.jsonl", ["", *second])
-    printed = prepare(tmp_path, "--files=z.jsonl.gz, y.jsonl", "--tokenizer=bytes", "--val_tokens=50", "--num_proc=1")
+    printed = prepare(tmp_path, "--files=z.jsonl.gz, y.jsonl", "--tokenizer=bytes", "--val_tokens=50", "--num_threads=1")
     assert "4 documents were empty" in printed and "130 documents" in printed
     assert all_tokens(tmp_path / "data/files").tolist() == bytes_tokens(second + first).tolist()
     assert json.loads((tmp_path / "data/files/meta.json").read_text())["documents"] == 130
@@ -153,7 +153,7 @@ def test_jsonl_plain_and_compressed_with_empty_documents(tmp_path):
 
 def test_empty_documents_behind_the_end_are_not_counted(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 64 + [""] * 64)
-    printed = prepare(tmp_path, "--files=a.jsonl", "--tokenizer=bytes", "--max_tokens=100", "--val_tokens=50", "--num_proc=1")
+    printed = prepare(tmp_path, "--files=a.jsonl", "--tokenizer=bytes", "--max_tokens=100", "--val_tokens=50", "--num_threads=1")
     assert "25 documents" in printed and "empty" not in printed
 
 
@@ -162,7 +162,7 @@ def test_text_files_as_gpt2_tokens(tmp_path, gpt2_vocabulary):
     (tmp_path / "in").mkdir()
     for i, text in enumerate(documents):
         (tmp_path / "in" / f"{i}.txt").write_text(text, encoding="utf-8", newline="")
-    prepare(tmp_path, "--files=in/*.txt", "--data_dir=out", "--val_tokens=50", "--num_proc=1")
+    prepare(tmp_path, "--files=in/*.txt", "--data_dir=out", "--val_tokens=50", "--num_threads=1")
     gpt2 = tiktoken.get_encoding("gpt2")
     expected = [token for text in documents for token in (50256, *gpt2.encode_ordinary(text))]
     assert all_tokens(tmp_path / "out").tolist() == expected
@@ -172,7 +172,7 @@ def test_text_files_as_gpt2_tokens(tmp_path, gpt2_vocabulary):
 
 
 def test_the_standard_library_is_a_source(tmp_path):
-    printed = prepare(tmp_path, "--dataset=python", "--max_tokens=30000", "--val_tokens=1000", "--num_proc=1")
+    printed = prepare(tmp_path, "--dataset=python", "--max_tokens=30000", "--val_tokens=1000", "--num_threads=1")
     assert "30,000 tokens" in printed
     [val], [train] = read_shards(tmp_path / "data/python", "val"), read_shards(tmp_path / "data/python", "train")
     assert (len(val), len(train)) == (1000, 29000)
@@ -186,7 +186,7 @@ def test_the_standard_library_is_a_source(tmp_path):
 # ---------------------------------------------------------------------------------------------------
 # the same bytes, whatever happens
 
-PYTHON = ["--dataset=python", "--val_tokens=62500", "--shard_size=50000", "--num_proc=1"]
+PYTHON = ["--dataset=python", "--val_tokens=62500", "--shard_size=50000", "--num_threads=1"]
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +198,18 @@ def python(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("num_proc", [2, 3])
-def test_any_number_of_processes_makes_the_same_bytes(parquet, num_proc):
-    prepare(parquet, *PARQUET, f"--data_dir=processes{num_proc}", f"--num_proc={num_proc}")
-    assert contents(parquet / f"processes{num_proc}") == contents(parquet / "undisturbed")
+def test_parquet_is_read_on_from_any_batch(parquet):
+    paths = [parquet / "a.parquet", parquet / "b.parquet"]
+    batches = list(prepare_data.parquet_batches(paths, "text", None))
+    assert [text for _, documents in batches for text in documents] == PARQUET_DOCUMENTS
+    for i, (state, _) in enumerate(batches):
+        assert list(prepare_data.parquet_batches(paths, "text", json.loads(json.dumps(state)))) == batches[i:]
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_any_number_of_threads_makes_the_same_bytes(parquet, num_threads):
+    prepare(parquet, *PARQUET, f"--data_dir=threads{num_threads}", f"--num_threads={num_threads}")
+    assert contents(parquet / f"threads{num_threads}") == contents(parquet / "undisturbed")
 
 
 def kill_at_shard(n, folder, *args):
@@ -219,7 +227,7 @@ def kill_at_shard(n, folder, *args):
 
 
 def test_killed_and_started_again_makes_the_same_bytes(parquet):
-    command = [*PARQUET, "--num_proc=2", "--data_dir=killed"]
+    command = [*PARQUET, "--num_threads=2", "--data_dir=killed"]
     n = len(list((parquet / "undisturbed").glob("*.bin")))
     assert n > 80
     for moment in (10, 40):
@@ -326,7 +334,7 @@ def test_shards_of_others_are_refused(tmp_path):
     (["--files=a.txt", "--val_tokens=0"], ["--val_tokens=0", "at least 1"]),
     (["--files=a.txt", "--shard_size=-1"], ["--shard_size=-1", "at least 1"]),
     (["--files=a.txt", "--shard_size=3000000000"], ["--shard_size=3000000000", "2147483647"]),
-    (["--files=a.txt", "--num_proc=0"], ["--num_proc=0", "at least 1"]),
+    (["--files=a.txt", "--num_threads=0"], ["--num_threads=0", "at least 1"]),
     (["--files=a.txt", "--data_dir=a.csv"], ["a.csv", "FileExistsError"]),
     (["--files=a.txt", "--data_dir=a.csv/out"], ["a.csv/out", "NotADirectoryError"])])
 def test_a_mistake_is_named(tmp_path, args, parts):
@@ -346,7 +354,7 @@ def test_an_earlier_start_that_cannot_be_read_is_named(tmp_path):
 
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["a document"] * 10, column="body")
-    command = ["--files=a.parquet", "--tokenizer=bytes", "--val_tokens=10", "--num_proc=1"]
+    command = ["--files=a.parquet", "--tokenizer=bytes", "--val_tokens=10", "--num_threads=1"]
     line = refusal(tmp_path, *command)
     assert "--text_column=text: no such column" in line and "id, body" in line
     prepare(tmp_path, *command, "--text_column=body")  # into the same folder: nothing had been written there
@@ -355,7 +363,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
 
 def test_too_few_tokens_for_val_and_the_suggested_value_works(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 99)
-    command = ["--files=a.txt", "--tokenizer=bytes", "--num_proc=1"]
+    command = ["--files=a.txt", "--tokenizer=bytes", "--num_threads=1"]
     line = refusal(tmp_path, *command, "--val_tokens=100", "--shard_size=30")
     assert "100 tokens" in line
     prepare(tmp_path, *command, line.split("try ")[1])
@@ -364,7 +372,7 @@ def test_too_few_tokens_for_val_and_the_suggested_value_works(tmp_path):
 
 def test_a_broken_line_in_jsonl_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b\n{"text": "c"}\n')
-    assert "JSON" in refusal(tmp_path, "--files=a.jsonl", "--tokenizer=bytes", "--val_tokens=1", "--num_proc=1")
+    assert "JSON" in refusal(tmp_path, "--files=a.jsonl", "--tokenizer=bytes", "--val_tokens=1", "--num_threads=1")
 
 
 def test_a_damaged_parquet_file_ends_the_work_and_once_repaired_it_goes_on(parquet, tmp_path):
@@ -373,11 +381,11 @@ def test_a_damaged_parquet_file_ends_the_work_and_once_repaired_it_goes_on(parqu
     whole = (tmp_path / "b.parquet").read_bytes()
     half = len(whole) // 2
     (tmp_path / "b.parquet").write_bytes(whole[:half] + b"\x55" * 300 + whole[half + 300:])
-    line = refusal(tmp_path, *PARQUET, "--data_dir=out", "--num_proc=1")
-    assert "the source could not be read on" in line
+    line = refusal(tmp_path, *PARQUET, "--data_dir=out", "--num_threads=1")
+    assert "b.parquet could not be read on" in line
     assert len(list((tmp_path / "out").glob("*.bin"))) > 5 and not (tmp_path / "out/meta.json").exists()
     (tmp_path / "b.parquet").write_bytes(whole)
-    assert "going on behind" in prepare(tmp_path, *PARQUET, "--data_dir=out", "--num_proc=1")
+    assert "going on behind" in prepare(tmp_path, *PARQUET, "--data_dir=out", "--num_threads=1")
     assert contents(tmp_path / "out") == contents(parquet / "undisturbed")
 
 
