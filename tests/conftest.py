@@ -101,10 +101,11 @@ def run_forked(script, args, cwd, env, outputs):
 
 def run_ranks(args, ranks, cwd):
     """A fork for each rank. -> what they printed, and the first exit code that is not 0; a rank that fails ends the others."""
-    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as free:
-        places = [{}] if ranks == 1 else [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])} for rank in range(ranks)]
-        free.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    places = [{}] if ranks == 1 else [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                                       "MASTER_PORT": port} for rank in range(ranks)]
+    with ExitStack() as stack:
         files = [stack.enter_context(tempfile.NamedTemporaryFile("r", errors="replace")) for _ in range(2 * ranks)]
         processes = [forked.Process(target=run_forked, args=(args[0], args[1:], cwd, place, [file.name for file in files[2 * i:2 * i + 2]]))
                      for i, place in enumerate(places)]

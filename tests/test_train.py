@@ -1,6 +1,7 @@
 """The base path as a user starts it: prepare, train, resume, several ranks, compiled, sample."""
 import json
 import math
+import os
 import re
 import runpy
 
@@ -15,7 +16,7 @@ from test_model import transformers_twin
 
 
 LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
-MUON = [*LLAMA, "--embed_norm=True", "--optimizer=muon"]
+MUON = [*LLAMA, "--embed_norm=True", "--optimizer=muon", "--compile=True"]
 MLA = ["--attention=mla", "--kv_lora_rank=8"]
 SPAM = ["--optimizer=adamw_spam", "--spam_interval=7"]  # two resets in 20 steps
 PRUNED = ["--sparsity=0.7", "--prune_begin=2", "--prune_end=13", "--prune_interval=4"]  # at 6, 10 and 13
@@ -448,7 +449,7 @@ def test_bench_prints_its_tables(gpt2_vocabulary, tmp_path):
                                        "    def __init__(self, config): super().__init__()\n"
                                        "    def generate(self, idx, *_, **__): return idx\n")
     (tmp_path / "a.txt").write_text("It was a dark and stormy night. " * 1000)
-    output = run("bench.py", "--what=train,chat,loss,prep,decode", "--rounds=1", "--variants=gpt2,gpt2+mla", "--context=16", "--new_tokens=3", "--compile=False", "--train_iters=3",
+    output = run("bench.py", "--rounds=1", "--variants=gpt2,gpt2+mla", "--context=16", "--new_tokens=3", "--compile=False", "--train_iters=3",
                  "--device=cpu", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2", f"--nanogpt={tmp_path}",
                  "--chat_args=--max_seq_len=64 --batch_size=1", f"--prep_files={tmp_path}/a.txt")
     rows = {table.partition(":")[0]: [re.split("  +", line) for line in table.splitlines()] for table in output.split("\n\n")}
@@ -460,6 +461,7 @@ def test_bench_prints_its_tables(gpt2_vocabulary, tmp_path):
         assert float(row[1].replace(",", "")) > 0 and row[6:8] == ["-", "-"] and 0 <= float(row[8].rstrip("%")) <= 100 and row[9] == "0"
     assert chat[0] == "not compiled" and float(chat[1].replace(",", "")) > 0
     assert len(loss) >= 3 and all(float(off) < 0.02 for row in loss for off in row[-3:])
+    assert os.cpu_count() == 1 or float(rows["data parallel"][3][2]) > 0
     assert prep[1][1] == prep[2][1] and prep[2][3] == "1.00"  # both count the same tokens
     assert float(decode[2][4]) == pytest.approx(128 / (2 * 768), abs=1e-3)  # cache bytes, against multi-head attention's
 
