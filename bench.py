@@ -273,13 +273,15 @@ def bench_soak(folder):
             time.sleep(3 * minutes)  # twenty lines, however long it is
             log = Path(folder, "soak", "log.jsonl")
             steps = [json.loads(line) for line in log.read_text().splitlines() if "tok_per_sec" in line] if log.exists() else []
-            if run.poll() is None and len(steps) > 1:
+            if run.poll() is None and len(steps) > 1 and steps[-1]["iter"] > before[0]:  # nothing logged since: no line
                 resident, cpu_time = subprocess.check_output(["ps", "-o", "rss=,time=", "-p", str(run.pid)], text=True).split()
                 spent = sum(float(n) * unit for n, unit in zip(re.split("[-:]", cpu_time)[::-1], (1, 60, 3600, 86400)))  # [[d-]h:]m:s
-                tokens = (steps[-1]["iter"] - before[0]) * tokens_per_batch  # all that was done between them is in its CPU seconds
-                seen.append((statistics.median(step["tok_per_sec"] for step in steps[-5:]), tokens / max(spent - before[1], 1), int(resident) / 1024))
-                before = steps[-1]["iter"], spent
-                print(f"{(time.time() - begun) / 60:>9.1f}{steps[-1]['iter']:>9,}{seen[-1][0]:>10,.0f}{seen[-1][1]:>16,.0f}{seen[-1][2]:>13,.0f}", flush=True)
+                step = steps[-1]["iter"]
+                speed = statistics.median(line["tok_per_sec"] for line in steps[-5:])
+                per_cpu_second = (step - before[0]) * tokens_per_batch / max(spent - before[1], 1)  # evaluations and all since the last line
+                seen.append((speed, per_cpu_second, int(resident) / 1024))
+                before = step, spent
+                print(f"{(time.time() - begun) / 60:>9.1f}{step:>9,}{speed:>10,.0f}{per_cpu_second:>16,.0f}{seen[-1][2]:>13,.0f}", flush=True)
         if run.poll() is not None:
             output.seek(0)
             fail(f"train_gpt2.py ended with code {run.returncode}: {output.read()[-500:]}")
