@@ -367,7 +367,8 @@ class Distillation(torch.autograd.Function):
             teacher_weight = teacher_weight.to(x.dtype)
         else:
             k = ids.size(1)
-            log_n = F.pad(torch.zeros(k, device=x.device), (0, 1), value=math.log(V - k) if k < V else -math.inf)
+            # not F.pad, whose compiled form torch 2.11's CPU compiler gets wrong
+            log_n = torch.where(torch.arange(k + 1, device=x.device) < k, 0.0, math.log(V - k) if k < V else -math.inf)
         for i in range(0, x.size(0), LOSS_CHUNK):
             xc, tc, told_c = x[i:i + LOSS_CHUNK], targets[i:i + LOSS_CHUNK, None], told[i:i + LOSS_CHUNK]
             logits = (xc @ weight_x.t()).float()  # (chunk, V)
