@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import runtime
 from configurator import configure, expect_range, fail
 from model import GPT, GPTConfig, LOSS_CHUNK, linear_cross_entropy
-from prepare_data import get_tokenizer, read_shard, shard_header
+from prepare_data import count_cpus, get_tokenizer, read_shard, shard_header
 
 # ---------------------------------------------------------------------------------------------------
 # settings
@@ -248,7 +248,7 @@ def bench_chat(folder):
 
 # data parallel: one core, or one GPU, a rank
 def bench_ddp(folder):
-    n = torch.cuda.device_count() if on_gpu else min(2, os.cpu_count())
+    n = torch.cuda.device_count() if on_gpu else min(2, count_cpus())
     if compute_device.type == "mps" or n < 2:
         print("data parallel: left out, it takes two GPUs, or a CPU of two cores", flush=True)
         return
@@ -404,7 +404,7 @@ def bench_loss(folder):
 def bench_prep(folder):
     labels, texts = {"python": "the standard library, as bytes"}, []
     if prep_files:
-        labels |= {"files": f"{prep_files}, gpt2", "tiktoken": f"tiktoken alone, {os.cpu_count()} threads, these texts in memory"}
+        labels |= {"files": f"{prep_files}, gpt2", "tiktoken": f"tiktoken alone, {count_cpus()} threads, these texts in memory"}
 
     def prepare(key):
         source = ["--dataset=python"] if key == "python" else [f"--files={prep_files}", "--tokenizer=gpt2"]
@@ -424,14 +424,14 @@ def bench_prep(folder):
     def tiktoken_alone():
         t0, tokens, tokenizer = time.perf_counter(), len(texts), get_tokenizer("gpt2")  # prepare_data.py counts <|endoftext|>, too
         for i in range(0, len(texts), 4096):  # its lists take 36 bytes a token
-            tokens += sum(map(len, tokenizer.encode_ordinary_batch(texts[i:i + 4096], num_threads=os.cpu_count())))
+            tokens += sum(map(len, tokenizer.encode_ordinary_batch(texts[i:i + 4096], num_threads=count_cpus())))
         speed = tokens / (time.perf_counter() - t0)
         return {"tokens": tokens, "tok_per_sec": speed, "rated": speed, "own rated": speed}
 
     found = take_turns("prep", labels, lambda key: tiktoken_alone() if key == "tiktoken" else prepare(key))
     print_table("data preparation: prepare_data.py from its start to its end; and its own figure, which begins with the first document",
-                found, [("tokens", "tokens"), ("tokens/s", "tok_per_sec"), ("ratio", "rated", ".2f", "tiktoken"), ("its own", "own"),
-                        ("ratio", "own rated", ".2f", "tiktoken")], labels=labels)
+                found, [("tokens", "tokens"), ("tokens/s", "tok_per_sec"), ("of tiktoken's", "rated", ".2f", "tiktoken"), ("its own", "own"),
+                        ("of tiktoken's", "own rated", ".2f", "tiktoken")], labels=labels)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -491,8 +491,8 @@ def bench_decode(folder):
 if one_loss:
     run_one_loss()
     raise SystemExit(0)
-print(f"{torch.cuda.get_device_name(compute_device) if on_gpu else f'{torch.get_num_threads()} CPU threads'}, torch {torch.__version__}, "
-      f"{compute_dtype}, {rounds} round{'s'[:rounds > 1]}\n", flush=True)
+print(f"{torch.cuda.get_device_name(compute_device) if on_gpu else f'CPU threads: {torch.get_num_threads()}'}, torch {torch.__version__}, "
+      f"{compute_dtype}, rounds: {rounds}\n", flush=True)
 with tempfile.TemporaryDirectory() as folder:
     write_shards(folder)
     if profile:

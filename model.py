@@ -317,8 +317,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             lse = logits.logsumexp(-1, keepdim=True)
             valid = tc != IGNORE
             loss += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
+            softmax = logits.sub_(lse.where(valid, math.inf)).exp_()  # zeros where there is no target
             onehot = torch.arange(logits.size(-1), device=x.device) == tc  # fused away when compiled
-            dlogits = (((logits - lse).exp() - onehot.float()) * valid).to(x.dtype)
+            dlogits = torch.add(softmax, onehot, alpha=-1).to(x.dtype)
             dx[i:i + LOSS_CHUNK] = dlogits @ weight_x
             if dweight is not None:
                 dweight += dlogits.t() @ xc

@@ -199,7 +199,7 @@ class Windows:
         self.tail = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
             fail(f"max_seq_len={max_seq_len}: longer than every {split} shard in {data_dir} (the longest has "
-                 f"{max(map(len, self.shards))} tokens); lower it or prepare more data")
+                 f"{max(map(len, self.shards))} tokens); lower it, or prepare more data{' or a larger --val_tokens' if split == 'val' else ''}")
 
     def __len__(self):
         return int(self.ends[-1])
@@ -558,7 +558,7 @@ def parquet_batches(paths, column, state):
                             yield [i, group, number], batch[column].to_pylist()
     except (OSError, ValueError, KeyError) as error:  # pyarrow's own are among them
         raise WorkStopped(f"{paths[i]} could not be read on: {type(error).__name__}: {error}; what is written stays, and "
-                          f"the same command goes on from there")
+                          f"once that is mended the same command goes on from there")
 
 
 def dataset_batches(data, column, state):
@@ -577,7 +577,7 @@ def dataset_batches(data, column, state):
     except Exception as error:  # the library raises what its readers, the file system and the network raise
         cause = error.__cause__ or error
         raise WorkStopped(f"the source could not be read on: {type(cause).__name__}: {cause}; what is written stays, and "
-                          f"the same command goes on from there")
+                          f"once that is mended the same command goes on from there")
 
 
 def python_files():
@@ -636,7 +636,20 @@ def parquet_text_bytes(paths, column):
 
 
 # ---------------------------------------------------------------------------------------------------
-# the work: documents -> tokens in threads (tiktoken releases Python's lock while it encodes), tokens -> shards in this one
+# the work: documents -> tokens in threads (tiktoken releases Python's lock while it encodes), tokens -> shards in the main one
+
+def explain(kind, error, tb):
+    """For sys.excepthook: one line for Ctrl-C, the traceback for the rest."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("\ninterrupted: whole shards stay, and the same command goes on behind them", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, tb)
+
+
+def count_cpus():
+    """How many this process may use: fewer than there are under taskset, Slurm and in some containers."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
 
 def tokenize(name, documents):
     """
@@ -739,6 +752,7 @@ if __name__ == "__main__":
     shard_size: int = 100_000_000  # tokens a shard, 2 bytes each
     num_threads: Optional[int] = None  # that tokenize; None: one a core
     config, given = configure(globals())
+    sys.excepthook = explain
 
     # what was asked for
     if files is not None and "dataset" in given:
@@ -749,7 +763,7 @@ if __name__ == "__main__":
     from_python = dataset == "python" and files is None
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     get_tokenizer(tokenizer)  # fetched once, before the threads want it
-    num_threads = num_threads or os.cpu_count()
+    num_threads = num_threads or count_cpus()
     dataset_config = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
 
     # the source, and the recipe that a second start must share

@@ -212,8 +212,8 @@ def test_any_number_of_threads_makes_the_same_bytes(parquet, num_threads):
     assert contents(parquet / f"threads{num_threads}") == contents(parquet / "undisturbed")
 
 
-def kill_at_shard(n, folder, *args):
-    """Starts the script and kills all its processes once n shards exist."""
+def kill_at_shard(n, folder, *args, by=signal.SIGKILL):
+    """Starts the script and kills it once n shards exist -> what it said on stderr."""
     process = start(folder, *args)
     data_dir = folder / args[-1].removeprefix("--data_dir=")
     deadline = time.time() + 120
@@ -221,17 +221,19 @@ def kill_at_shard(n, folder, *args):
         assert process.poll() is None, "it ended before it could be killed: " + process.stderr.read()
         assert time.time() < deadline
         time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not (data_dir / "meta.json").exists()
+    os.killpg(process.pid, by)
+    error = process.communicate()[1]
+    assert process.returncode == -by and not (data_dir / "meta.json").exists()
+    return error
 
 
 def test_killed_and_started_again_makes_the_same_bytes(parquet):
     command = [*PARQUET, "--num_threads=2", "--data_dir=killed"]
     n = len(list((parquet / "undisturbed").glob("*.bin")))
     assert n > 80
-    for moment in (10, 40):
-        kill_at_shard(moment, parquet, *command)
+    for moment, by in ((10, signal.SIGKILL), (40, signal.SIGINT)):
+        error = kill_at_shard(moment, parquet, *command, by=by)
+        assert "Traceback" not in error and ("interrupted: whole shards stay" in error) == (by == signal.SIGINT)
         assert len(list((parquet / "killed").glob("*.bin"))) < n
     assert "going on behind" in prepare(parquet, *command)
     assert contents(parquet / "killed") == contents(parquet / "undisturbed")

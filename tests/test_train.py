@@ -1,7 +1,6 @@
 """The base path as a user starts it: prepare, train, resume, several ranks, compiled, sample."""
 import json
 import math
-import os
 import re
 import runpy
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 
 from conftest import ROOT, TINY, read_log, refused, run, write_shards
 from model import GPT, GPTConfig
+from prepare_data import count_cpus
 from test_model import transformers_twin
 
 
@@ -461,7 +461,7 @@ def test_bench_prints_its_tables(gpt2_vocabulary, tmp_path):
         assert float(row[1].replace(",", "")) > 0 and row[6:8] == ["-", "-"] and 0 <= float(row[8].rstrip("%")) <= 100 and row[9] == "0"
     assert chat[0] == "not compiled" and float(chat[1].replace(",", "")) > 0
     assert len(loss) >= 3 and all(float(off) < 0.02 for row in loss for off in row[-3:])
-    assert os.cpu_count() == 1 or float(rows["data parallel"][3][2]) > 0
+    assert count_cpus() == 1 or float(rows["data parallel"][3][2]) > 0
     assert prep[1][1] == prep[2][1] and prep[2][3] == "1.00"  # both count the same tokens
     assert float(decode[2][4]) == pytest.approx(128 / (2 * 768), abs=1e-3)  # cache bytes, against multi-head attention's
 
