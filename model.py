@@ -316,7 +316,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = (xc @ weight_x.t()).float()  # (chunk, V)
             lse = logits.logsumexp(-1, keepdim=True)
             valid = tc != IGNORE
-            loss += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
+            # not +=: compiled by torch 2.11, an output that was changed in place has no gradient
+            loss = loss + ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
             softmax = logits.sub_(lse.where(valid, math.inf)).exp_()  # zeros where there is no target
             onehot = torch.arange(logits.size(-1), device=x.device) == tc  # fused away when compiled
             dlogits = torch.add(softmax, onehot, alpha=-1).to(x.dtype)
