@@ -25,7 +25,7 @@ import sysconfig
 import tempfile
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -624,11 +624,19 @@ def python_conversations():
 
 
 def parquet_text_bytes(paths, column):
-    """Bytes of text in parquet files, from their footers: what the column takes before compression."""
-    import pyarrow.parquet as pq  # comes with datasets
+    """Bytes of text in parquet files, from their footers. A file that is none, or has no such column of text, is refused."""
+    import pyarrow.parquet as pq
     total = 0
     for path in paths:
-        footer = pq.read_metadata(path)
+        try:
+            footer = pq.read_metadata(path)
+            schema = footer.schema.to_arrow_schema()
+        except Exception as error:  # whatever its bytes lead to
+            fail(f"{path} cannot be opened: {type(error).__name__}: {error}")
+        if column not in schema.names:
+            fail(f"--text_column={column}: no such column in {path}; it has {', '.join(schema.names)}")
+        if not re.match(r"(dictionary<values=)?(large_)?string|null", kind := str(schema.field(column).type)):
+            fail(f"--text_column={column}: is no text in {path} but {kind}; its columns are {', '.join(schema.names)}")
         for group in range(footer.num_row_groups):
             columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)]
             total += sum(c.total_uncompressed_size for c in columns if c.path_in_schema == column)
@@ -653,21 +661,25 @@ def count_cpus():
 
 def tokenize(name, documents):
     """
-    -> tokens (n,) uint16, <|endoftext|> before each document; where each document starts in
-    them; how many were empty (or no text at all) and left out. Text that spells a special token is text.
+    -> tokens (n,) uint16, <|endoftext|> before each document; where each document starts in them; how many
+    were left out, by reason. Text that spells a special token is text.
     """
     tokenizer = get_tokenizer(name)
-    eot, pieces, starts, empty, length = np.array([tokenizer.eot_token], dtype=np.uint32), [], [], 0, 0
+    eot, pieces, starts, left_out, length = np.array([tokenizer.eot_token], dtype=np.uint32), [], [], Counter(), 0
     for text in documents:
         if not isinstance(text, str) or not text:
-            empty += 1
+            left_out["empty" if text in (None, "") else "no text"] += 1
             continue
-        ids = tokenizer.encode_to_numpy(text, disallowed_special=())  # encode_ordinary, without the list
+        try:
+            ids = tokenizer.encode_to_numpy(text, disallowed_special=())  # encode_ordinary, without the list
+        except ValueError:
+            left_out["refused by tiktoken, as about a million spaces on end are"] += 1
+            continue
         starts.append(length)
         length += 1 + len(ids)
         pieces += [eot, ids]
     tokens = np.concatenate(pieces) if pieces else np.zeros(0)
-    return tokens.astype("<u2"), np.array(starts, dtype=np.int64), empty
+    return tokens.astype("<u2"), np.array(starts, dtype=np.int64), left_out
 
 
 def shard_name(index, shard_size, val_tokens):
@@ -688,6 +700,42 @@ def write_atomically(path, *pieces):
     os.replace(temporary, path)
 
 
+def take_lock(path, refusal):
+    """Refuses what another process of this machine is writing to -> a file: the lock ends when it is closed, at the latest with the process."""
+    lock = open(path, "a")
+    try:
+        import fcntl
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows
+        pass
+    except BlockingIOError:
+        fail(refusal, alone=True)
+    return lock
+
+
+def ends_digest(path):
+    """Of a file's first and last 4 KiB: tells most files of one size apart, and not a damaged one, as a rule, from itself repaired."""
+    with open(path, "rb") as f:
+        digest = hashlib.sha256(f.read(2 ** 12))
+        f.seek(max(0, os.path.getsize(path) - 2 ** 12))
+        digest.update(f.read())
+    return digest.hexdigest()[:16]
+
+
+def check_progress(earlier, first, state_type, data_dir):
+    """ValueError where a progress.json does not have the form of a `first` one, or its shards are no longer as it counts them."""
+    recipe, counts = earlier["recipe"], earlier["counts"]
+    types = [{key: type(value) for key, value in each.items()} for each in (counts, first["counts"])]
+    if types[0] != types[1] or not isinstance(earlier["state"], (state_type, type(None))) or not isinstance(earlier["skip"], int):
+        raise ValueError("its progress.json is another version's or was changed; remove the folder, or give another")
+    for name, length in (shard_name(i, recipe["shard_size"], recipe["val_tokens"]) for i in range(counts["shards"])):
+        path = Path(data_dir) / name
+        if not path.exists() or path.stat().st_size != 4 * HEADER_INTS + 2 * length:
+            raise ValueError(f"{name} is missing or damaged; remove the folder, or give another")
+
+
+
+
 def write_shards(batches, progress, data_dir, max_tokens, num_threads, bar):
     """
     Tokenizes `batches` of (state, documents) in num_threads threads and writes them as shards. After each whole
@@ -706,9 +754,10 @@ def write_shards(batches, progress, data_dir, max_tokens, num_threads, bar):
     def take_batch():
         nonlocal shard, filled, skip
         state, job = pending.popleft()
-        tokens, starts, empty = job.result()
+        tokens, starts, left_out = job.result()
         position, skip = skip, 0  # the first `skip` tokens lie in shards that an earlier start wrote
-        counts["empty"] += empty if position == 0 and counts["tokens"] < max_tokens else 0
+        if position == 0 and counts["tokens"] < max_tokens:
+            counts["left_out"] = dict(Counter(counts["left_out"]) + left_out)
         while position < len(tokens) and counts["tokens"] < max_tokens:
             name, capacity = shard_name(counts["shards"], recipe["shard_size"], recipe["val_tokens"])
             piece = tokens[position:position + min(capacity - filled, max_tokens - counts["tokens"])]
@@ -768,21 +817,23 @@ if __name__ == "__main__":
 
     # the source, and the recipe that a second start must share
     if files is not None:
-        paths = set()
+        paths = {}  # by what they lead to: one that several names or patterns lead to is read once
         for pattern in map(str.strip, files.split(",")):
             pattern = os.path.expanduser(pattern)
             found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
             if not found:
                 fail(f"--files={files}: {pattern}: no such file")
-            paths.update(found)
-        paths = sorted(paths)
+            paths |= {os.path.realpath(path): path for path in found}
+        paths = sorted(paths.values())
         kinds = {next((FILE_KINDS[s] for s in path.lower().split(".")[:0:-1] if s in FILE_KINDS), path) for path in paths}
         if len(kinds) > 1 or not kinds <= set(FILE_KINDS.values()):
             fail(f"--files: expected files of one kind, .{', .'.join(FILE_KINDS)}, also with .gz or .zst behind; "
                  f"got {', '.join(sorted(kinds))}")
-        source = {"files": [[path, os.path.getsize(path)] for path in paths]}
+        if kinds == {"parquet"} and not all(path.lower().endswith(".parquet") for path in paths):
+            fail(f"--files={files}: parquet is compressed inside; expected names that end in .parquet, so unpack these first")
+        source = {"files": [[path, os.path.getsize(path), ends_digest(path)] for path in paths]}
         if val_tokens is None:  # a token of gpt2 stands for about four bytes
-            val_tokens = min(2 ** 20, max(1, sum(size for _, size in source["files"]) // (40 if tokenizer == "gpt2" else 10)))
+            val_tokens = min(2 ** 20, max(1, sum(size for _, size, _ in source["files"]) // (40 if tokenizer == "gpt2" else 10)))
         data_dir = data_dir or "data/files"
     elif from_python:
         source = {"dataset": "python", "version": sys.version.split()[0]}
@@ -799,28 +850,33 @@ if __name__ == "__main__":
 
     # where an earlier start stopped
     wanted = max_tokens or sys.maxsize
+    state_type = int if from_python else list if files is not None and kinds == {"parquet"} else dict
     progress = {"recipe": recipe, "state": None, "skip": 0,
-                "counts": {"shards": 0, "documents": 0, "tokens": 0, "bytes": 0, "empty": 0}}
+                "counts": {"shards": 0, "documents": 0, "tokens": 0, "bytes": 0, "left_out": {}}}
     try:
         os.makedirs(data_dir, exist_ok=True)
+        if glob.glob(f"{glob.escape(data_dir)}/*.bin") and not os.path.exists(f"{data_dir}/progress.json"):
+            fail(f"--data_dir={data_dir}: holds shards that this script did not write; give another --data_dir")
+        lock = take_lock(f"{data_dir}/lock", f"--data_dir={data_dir}: another start is writing to it now; wait for its end, or give another")
         written = glob.glob(f"{glob.escape(data_dir)}/*.bin")
         earlier = None
         if os.path.exists(f"{data_dir}/progress.json"):
             earlier = json.load(open(f"{data_dir}/progress.json", encoding="utf-8"))
         differs = [key for key in recipe if earlier and earlier["recipe"].get(key) != recipe[key]]
         if earlier and not differs:
+            check_progress(earlier, progress, state_type, data_dir)
             progress = earlier
         elif earlier and written:
             fail(f"--data_dir={data_dir}: holds shards prepared with another {' and '.join(differs)} "
                  f"({', '.join(str(earlier['recipe'].get(key)) for key in differs)[:200]}); "
                  f"give another --data_dir or remove it")
-        elif written:
-            fail(f"--data_dir={data_dir}: holds shards that this script did not write; give another --data_dir")
         else:
             write_atomically(f"{data_dir}/progress.json", json.dumps(progress, indent=1).encode())
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fail(f"--data_dir={data_dir}: {type(error).__name__}: {error}")
     done = read_meta(data_dir) if os.path.exists(f"{data_dir}/meta.json") else None
+    if done and sum(os.path.getsize(path) - 4 * HEADER_INTS for path in written) != 2 * done["tokens"]:
+        fail(f"--data_dir={data_dir}: its shards do not hold the {done['tokens']} tokens that its meta.json speaks of; remove the folder, or give another")
     held = max(progress["counts"]["tokens"], done["tokens"] if done else 0)
     if wanted < held:
         fail(f"--max_tokens={max_tokens}: {data_dir} holds {held} tokens already; give another --data_dir")
@@ -838,9 +894,7 @@ if __name__ == "__main__":
         try:
             kind = kinds.pop() if files is not None else None
             if kind == "parquet":
-                import pyarrow.parquet as pq
-                columns, text_bytes = pq.read_schema(paths[0]).names, parquet_text_bytes(paths, text_column)
-                batches = parquet_batches(paths, text_column, progress["state"])
+                text_bytes, batches = parquet_text_bytes(paths, text_column), parquet_batches(paths, text_column, progress["state"])
             else:
                 import datasets  # here and not above: training runs without it
                 if files is not None:
@@ -852,11 +906,11 @@ if __name__ == "__main__":
                     data = datasets.load_dataset(dataset, dataset_config, split=dataset_split, streaming=True)
                     splits = data.info.splits or {}
                     text_bytes = splits[dataset_split].num_bytes if dataset_split in splits else None
-                columns, batches = data.column_names, dataset_batches(data, text_column, progress["state"])
+                if data.column_names and text_column not in data.column_names:
+                    fail(f"--text_column={text_column}: no such column; the source has {', '.join(data.column_names)}")
+                batches = dataset_batches(data, text_column, progress["state"])
         except Exception as error:  # whatever the readers, the file system and the network raise
             fail(f"{files or dataset} cannot be opened: {type(error).__name__}: {error}")
-        if columns and text_column not in columns:
-            fail(f"--text_column={text_column}: no such column; the source has {', '.join(columns)}")
     total = max_tokens
     if text_bytes:  # 4.2 bytes a token: measured on text of FineWeb-Edu's kind
         total = min(wanted, int(text_bytes / (4.2 if tokenizer == "gpt2" else 1)))
@@ -889,7 +943,8 @@ if __name__ == "__main__":
         for path in glob.glob(f"{glob.escape(data_dir)}/val_*.bin") + [f"{data_dir}/progress.json"]:
             os.remove(path)
         fail(f"--val_tokens={val_tokens}: the source has only {counts['tokens']} tokens, so none are left to train on; "
-             + (f"try --val_tokens={counts['tokens'] // 10}" if counts["tokens"] >= 10 else "that is no text"))
+             + (f"try --val_tokens={counts['tokens'] // 10}" if counts["tokens"] >= 10 else "that is no text")
+             + "".join(f"; {count:,} documents are left out: {reason}" for reason, count in counts["left_out"].items()))
     if from_python:
         conversations = python_conversations()
         write_atomically(f"{data_dir}/chat.jsonl", *(json.dumps(c).encode() + b"\n" for c in conversations))
@@ -900,8 +955,8 @@ if __name__ == "__main__":
     seconds = time.time() - start
     print(f"{data_dir}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes of text "
           f"in {counts['shards']} shards; {seconds:.1f} s, {(counts['tokens'] - before) / seconds:,.0f} tokens/s")
-    if counts["empty"]:
-        print(f"{counts['empty']} documents were empty and are left out")
+    for reason, count in counts["left_out"].items():
+        print(f"{count:,} documents are left out: {reason}")
     if not meta["exhausted"]:
         print(f"stopped at --max_tokens={max_tokens}; the last document may be cut")
     if from_python:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from configurator import expect_range, fail
 from model import GPT, GPTConfig, IGNORE, LOSS_CHUNK, config_from_hf, from_hf, merge_lora
-from prepare_data import TeacherCache, epoch_order
+from prepare_data import TeacherCache, epoch_order, take_lock
 
 # ---------------------------------------------------------------------------------------------------
 # ranks, device, precision
@@ -417,19 +417,6 @@ def check_out_dir(out_dir, keep, overwrite):
                              f"--out_dir={out_dir}: another run is writing to it now; wait for its end, or give another --out_dir")
         except OSError as error:
             fail(f"--out_dir={out_dir}: cannot be written: {error}", alone=True)
-
-
-def take_lock(path, refusal):
-    """Refuses what another run on this machine is writing to -> a file: the lock ends when it is closed, at the latest with the process."""
-    lock = open(path, "a")
-    try:
-        import fcntl
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows
-        pass
-    except BlockingIOError:
-        fail(refusal, alone=True)
-    return lock
 
 
 def clear_out_dir(out_dir):

@@ -1,5 +1,6 @@
 """Text to shards, shards to windows: every token is accounted for, whatever interrupts the work or is wrong with the source."""
 import ast
+import fcntl
 import gzip
 import json
 import os
@@ -137,7 +138,7 @@ def test_meta_counts_what_the_shards_hold(parquet):
     assert meta["documents"] == len(PARQUET_DOCUMENTS)
     assert meta["bytes"] == sum(len(text.encode("utf-8")) for text in PARQUET_DOCUMENTS)
     assert meta["tokens"] == meta["documents"] + meta["bytes"] == len(all_tokens(parquet / "undisturbed"))
-    assert [name for name, size in meta["source"]["files"]] == ["a.parquet", "b.parquet"]
+    assert [name for name, *_ in meta["source"]["files"]] == ["a.parquet", "b.parquet"]
     assert read_meta(parquet / "undisturbed") == meta
 
 
@@ -146,7 +147,7 @@ def test_jsonl_plain_and_compressed_with_empty_documents(tmp_path):
     write_jsonl(tmp_path / "z.jsonl.gz", ["", None, *first, None])
     write_jsonl(tmp_path / "y.jsonl", ["", *second])
     printed = prepare(tmp_path, "--files=z.jsonl.gz, y.jsonl", "--tokenizer=bytes", "--val_tokens=50", "--num_threads=1")
-    assert "4 documents were empty" in printed and "130 documents" in printed
+    assert "4 documents are left out: empty" in printed and "130 documents" in printed
     assert all_tokens(tmp_path / "data/files").tolist() == bytes_tokens(second + first).tolist()
     assert json.loads((tmp_path / "data/files/meta.json").read_text())["documents"] == 130
 
@@ -154,7 +155,7 @@ def test_jsonl_plain_and_compressed_with_empty_documents(tmp_path):
 def test_empty_documents_behind_the_end_are_not_counted(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 64 + [""] * 64)
     printed = prepare(tmp_path, "--files=a.jsonl", "--tokenizer=bytes", "--max_tokens=100", "--val_tokens=50", "--num_threads=1")
-    assert "25 documents" in printed and "empty" not in printed
+    assert "25 documents" in printed and "left out" not in printed
 
 
 def test_text_files_as_gpt2_tokens(tmp_path, gpt2_vocabulary):
@@ -330,6 +331,7 @@ def test_shards_of_others_are_refused(tmp_path):
     (["--files=a.txt,missing.txt"], ["missing.txt", "no such file"]),
     (["--files=a.csv"], ["a.csv", ".parquet, .jsonl, .json, .txt"]),
     (["--files=a.txt,b.jsonl"], ["json, text", "of one kind"]),
+    (["--files=c.parquet.gz"], ["c.parquet.gz", "compressed inside"]),
     (["--files=a.txt", "--dataset=python"], ["a.txt", "python", "one of them"]),
     (["--files=a.txt", "--max_tokens=100", "--val_tokens=100"], ["--max_tokens=100", "--val_tokens=100"]),
     (["--files=a.txt", "--max_tokens=0"], ["--max_tokens=0", "at least 1"]),
@@ -340,7 +342,7 @@ def test_shards_of_others_are_refused(tmp_path):
     (["--files=a.txt", "--data_dir=a.csv"], ["a.csv", "FileExistsError"]),
     (["--files=a.txt", "--data_dir=a.csv/out"], ["a.csv/out", "NotADirectoryError"])])
 def test_a_mistake_is_named(tmp_path, args, parts):
-    for name in ("a.txt", "b.jsonl", "a.csv"):
+    for name in ("a.txt", "b.jsonl", "a.csv", "c.parquet.gz"):
         (tmp_path / name).write_text("text " * 100)
     before = sorted(tmp_path.iterdir())
     line = refusal(tmp_path, "--tokenizer=bytes", *args)
@@ -354,6 +356,40 @@ def test_an_earlier_start_that_cannot_be_read_is_named(tmp_path):
     assert "--data_dir=out" in refusal(tmp_path, *PYTHON, "--data_dir=out")
 
 
+def test_it_goes_on_from_nothing_that_has_changed(parquet, tmp_path):
+    for path in (*parquet.glob("*.parquet"), parquet / "undisturbed"):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    command, out = [*PARQUET, "--data_dir=undisturbed"], tmp_path / "undisturbed"
+    assert "is prepared already" in prepare(tmp_path, *command)
+    original = (out / "progress.json").read_bytes()
+    for change in ({"state": {"shard_idx": 0}}, {"state": 3}, {"skip": "0"}, {"counts": {}}, {"counts": None}):
+        (out / "progress.json").write_text(json.dumps({**json.loads(original), **change}))
+        assert "--data_dir=undisturbed" in refusal(tmp_path, *command)
+    (out / "progress.json").write_bytes(original)
+    last = max(out.glob("train_*.bin"))
+    for shard in (out / "train_000001.bin", last):
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-2])
+        assert "remove the folder" in refusal(tmp_path, *command)
+        shard.unlink()
+        assert "remove the folder" in refusal(tmp_path, *command)
+        shard.write_bytes(whole)
+    assert "is prepared already" in prepare(tmp_path, *command)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[:-20] + b"x" + whole[-19:])  # of the same size
+    assert "prepared with another source" in refusal(tmp_path, *command)
+
+
+def test_two_starts_do_not_write_to_one_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out/lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        line = refusal(tmp_path, "--files=a.txt", "--tokenizer=bytes", "--data_dir=out")
+        assert "--data_dir=out: another start is writing to it now" in line
+    prepare(tmp_path, "--files=a.txt", "--tokenizer=bytes", "--data_dir=out")
+
+
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["a document"] * 10, column="body")
     command = ["--files=a.parquet", "--tokenizer=bytes", "--val_tokens=10", "--num_threads=1"]
@@ -361,6 +397,31 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     assert "--text_column=text: no such column" in line and "id, body" in line
     prepare(tmp_path, *command, "--text_column=body")  # into the same folder: nothing had been written there
     assert len(all_tokens(tmp_path / "data/files")) == 110
+
+
+@pytest.mark.parametrize("column", [[b"bytes"] * 10, list(range(10)), [["a list"]] * 10, [{"a": "b"}] * 10])
+def test_a_parquet_column_that_is_no_text_is_refused_before_anything_is_written(tmp_path, column):
+    write_parquet(tmp_path / "a.parquet", ["a document"] * 10)
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(10), "text": column}), tmp_path / "b.parquet")
+    line = refusal(tmp_path, "--files=*.parquet", "--tokenizer=bytes", "--val_tokens=10")
+    assert "--text_column=text: is no text in b.parquet" in line and "id, text" in line
+    assert not list((tmp_path / "data/files").glob("*.bin"))
+
+
+def test_text_in_any_of_arrows_types(tmp_path):
+    documents = some_documents(20) + [None, ""]
+    text = pyarrow.array(documents)
+    for i, column in enumerate((text, text.cast(pyarrow.large_string()), text.dictionary_encode())):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"{i}.parquet")
+    printed = prepare(tmp_path, "--files=*.parquet,0.parquet,./1.parquet", "--tokenizer=bytes", "--val_tokens=10")  # each once
+    assert np.array_equal(all_tokens(tmp_path / "data/files"), bytes_tokens(documents[:20] * 3)) and "6 documents are left out: empty" in printed
+
+
+def test_what_is_left_out_is_counted_by_reason(gpt2_vocabulary, tmp_path):
+    documents = ["text", "", None, 3, "a" + " " * 1_100_000 + "b", "more text"]
+    tokens, starts, left_out = tokenize("gpt2", documents)
+    assert starts.tolist() == [0, 2] and len(tokens) == 5
+    assert left_out == {"empty": 2, "no text": 1, "refused by tiktoken, as about a million spaces on end are": 1}
 
 
 def test_too_few_tokens_for_val_and_the_suggested_value_works(tmp_path):
@@ -410,11 +471,11 @@ def test_bytes_are_utf8_and_round_trip(text):
 
 @given(st.lists(st.text()))
 def test_documents_become_tokens(documents):
-    tokens, starts, empty = tokenize("bytes", documents)
+    tokens, starts, left_out = tokenize("bytes", documents)
     kept = [text for text in documents if text]
     assert tokens.tolist() == [t for text in kept for t in (BYTES_EOT, *text.encode("utf-8"))]
     assert starts.tolist() == [i for i, token in enumerate(tokens) if token == BYTES_EOT]
-    assert empty == len(documents) - len(kept)
+    assert left_out.total() == left_out["empty"] == len(documents) - len(kept)
 
 
 @settings(deadline=None)
