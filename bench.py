@@ -1,7 +1,7 @@
 """
 How fast is this machine: training, chat tuning, the head's loss, data parallelism, data preparation, decoding.
 
-    python bench.py                                             # all of it, one table after another
+    python bench.py                                             # all tables, one after another: @@ on two CPU cores
     python bench.py --what=train,decode --nanogpt=../nanoGPT    # against a checkout of nanoGPT, which is the first row then
     python bench.py --what=train --train_args='--n_layer=4 --n_embd=256 --n_head=4'
     python bench.py --what=prep --prep_files='texts/*.parquet'
@@ -12,6 +12,7 @@ is the model's generate. Variants take turns, round after round; figures are med
 reference, the first row, in the same round: a machine whose speed drifts changes the figures more than the ratios.
 """
 import copy
+import glob
 import importlib.util
 import json
 import math
@@ -19,12 +20,13 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, Optional
@@ -69,8 +71,10 @@ names = [name.strip() for name in variants.split(",")]
 for name in names:
     if name.partition("+")[0] not in ("gpt2", "llama") or name.partition("+")[2] not in ("", "mla"):
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
-if nanogpt is not None and not (Path(nanogpt) / "train.py").is_file():
-    fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
+if nanogpt is not None and not all((Path(nanogpt) / name).is_file() for name in ("train.py", "model.py")):
+    fail(f"--nanogpt={nanogpt}: holds no train.py and model.py; expected the folder of a checkout of nanoGPT")
+if prep_files is not None and not all(glob.glob(os.path.expanduser(part.strip()), recursive=True) for part in prep_files.split(",")):
+    fail(f"--prep_files={prep_files}: no such file; expected paths or patterns, with commas between")
 expect_range(config, 1, math.inf, "rounds", "context", "minutes")
 expect_range(config, 2, math.inf, "new_tokens")
 expect_range(config, 5 if profile else 2, math.inf, "train_iters")
@@ -85,8 +89,10 @@ size = (train_args or "--batch_size=16" + ("" if on_gpu else " --n_layer=6 --n_h
 shape = {"batch_size": 16, **{key: getattr(GPTConfig(), key) for key in ("n_layer", "n_head", "n_embd", "max_seq_len")}}
 for flag in size:
     key, equals, value = flag.removeprefix("--").partition("=")
-    if not flag.startswith("--") or not equals or key in shape and not value.isdigit():
+    if not flag.startswith("--") or not equals or key in shape and not (value.isdecimal() and int(value)):
         fail(f"--train_args={train_args}: {flag!r}: expected flags of train_gpt2.py, --name=value, with spaces between")
+    if not re.search(rf"^{re.escape(key)}: ", (SCRIPTS / "train_gpt2.py").read_text(encoding="utf-8"), re.M):
+        fail(f"--train_args={train_args}: train_gpt2.py has no setting {key}")
     shape |= {key: int(value)} if key in shape else {}
 tokens_per_batch = shape["batch_size"] * shape["max_seq_len"]
 
@@ -265,7 +271,8 @@ def bench_soak(folder):
     command = [sys.executable, SCRIPTS / "train_gpt2.py", *size, "--max_iters=1000000000", "--gradient_accumulation_steps=1",
                "--log_interval=10", "--eval_interval=50", "--eval_iters=4", f"--compile={compile}", f"--dtype={compute_dtype}",
                f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/soak"]
-    with open(f"{folder}/soak.txt", "w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as run:
+    with open(f"{folder}/soak.txt", "w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as run, ExitStack() as at_end:
+        at_end.callback(lambda: (run.terminate(), run.wait()))  # whatever ends this
         begun, seen, before = time.time(), [], (0, 0.0)
         print(f"soak: train_gpt2.py {' '.join(size)} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
               f"{'minutes':>9}{'step':>9}{'tokens/s':>10}{'per CPU second':>16}{'resident MB':>13}", flush=True)
@@ -285,7 +292,6 @@ def bench_soak(folder):
         if run.poll() is not None:
             output.seek(0)
             fail(f"train_gpt2.py ended with code {run.returncode}: {output.read()[-500:]}")
-        run.terminate()
     quarter = max(1, len(seen) // 4)  # the first line is still warming up
     for what_it_is, values in zip(("tokens/s", "tokens per CPU second", "resident MB"), zip(*seen[1:])):
         first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
@@ -493,6 +499,7 @@ if one_loss:
     raise SystemExit(0)
 print(f"{torch.cuda.get_device_name(compute_device) if on_gpu else f'CPU threads: {torch.get_num_threads()}'}, torch {torch.__version__}, "
       f"{compute_dtype}, rounds: {rounds}\n", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is started and written here does not outlive it
 with tempfile.TemporaryDirectory() as folder:
     write_shards(folder)
     if profile:

@@ -470,4 +470,7 @@ def test_bench_refuses_what_it_cannot_time(tmp_path):
     assert "variants=gpt3" in refused("bench.py", "--variants=gpt3")
     assert "holds no train.py" in refused("bench.py", f"--nanogpt={tmp_path}")
     assert "expected all, or some of train" in refused("bench.py", "--what=training")
-    assert "expected flags of train_gpt2.py" in refused("bench.py", "--train_args=n_layer=2")
+    for wrong in ("n_layer=2", "--batch_size=0", "--max_seq_len=²"):
+        assert "expected flags of train_gpt2.py" in refused("bench.py", f"--train_args={wrong}")
+    assert "no setting n_layers" in refused("bench.py", "--what=loss", "--train_args=--n_layers=3")
+    assert "--prep_files=nothing/*.txt: no such file" in refused("bench.py", "--prep_files=nothing/*.txt")
