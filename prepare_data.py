@@ -41,6 +41,7 @@ from configurator import configure, expect_range, fail
 # tokenizers: tiktoken's interface for all of them
 
 END_OF_TEXT = "<|endoftext|>"
+REFUSED = "refused by tiktoken, as about a million spaces on end are"
 
 
 @functools.cache
@@ -63,6 +64,17 @@ def get_tokenizer(name):
         fail(f"tokenizer='gpt2': its vocabulary could not be fetched ({type(error).__name__}) and is not in "
              f"{os.environ.get('TIKTOKEN_CACHE_DIR')}; point TIKTOKEN_CACHE_DIR to a folder that has it, or "
              f"prepare the data with --tokenizer=bytes, which needs none")
+
+
+def encode(tokenizer, text):
+    """
+    tiktoken's encode_ordinary, without the list in between -> ids (n,) uint32. Half a surrogate pair becomes U+FFFD, as there;
+    about a million spaces on end are a ValueError, and not a panic that nothing catches.
+    """
+    try:
+        return tokenizer.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        return encode(tokenizer, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def padded_vocab_size(tokenizer):
@@ -99,7 +111,7 @@ def render_chat(tokenizer, messages):
     special = chat_tokens(tokenizer)
     ids, trained = [tokenizer.eot_token], [False]
     for message in messages:
-        content = tokenizer.encode_ordinary(message["content"])
+        content = encode(tokenizer, message["content"]).tolist()
         ids += [special[message["role"]], *content, special["end"]]
         trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
     return ids, trained
@@ -359,7 +371,10 @@ def load_conversations(sources, tokenizer, max_seq_len, notes):
                 notes.setdefault("system message left out: it is empty", [0, where])[0] += 1
                 messages = messages[1:]
             fault = chat_fault(messages)
-            pair, note = (None, f"skipped: {fault}") if fault else fit_conversation(tokenizer, messages, max_seq_len)
+            try:
+                pair, note = (None, f"skipped: {fault}") if fault else fit_conversation(tokenizer, messages, max_seq_len)
+            except ValueError:
+                pair, note = None, f"skipped: {REFUSED}"
             if note:
                 notes.setdefault(note, [0, where])[0] += 1
             if pair is not None:
@@ -671,9 +686,9 @@ def tokenize(name, documents):
             left_out["empty" if text in (None, "") else "no text"] += 1
             continue
         try:
-            ids = tokenizer.encode_to_numpy(text, disallowed_special=())  # encode_ordinary, without the list
+            ids = encode(tokenizer, text)
         except ValueError:
-            left_out["refused by tiktoken, as about a million spaces on end are"] += 1
+            left_out[REFUSED] += 1
             continue
         starts.append(length)
         length += 1 + len(ids)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import prepare_data
-from prepare_data import (Windows, epoch_order, get_tokenizer, padded_vocab_size, read_meta, read_shard, rows_to_windows,
+from prepare_data import (Windows, epoch_order, get_tokenizer, load_conversations, padded_vocab_size, read_meta, read_shard, rows_to_windows,
                           token_bytes, tokenize)
 
 SCRIPT = prepare_data.__file__
@@ -421,6 +421,11 @@ def test_what_is_left_out_is_counted_by_reason(gpt2_vocabulary, tmp_path):
     documents = ["text", "", None, 3, "a" + " " * 1_100_000 + "b", "more text"]
     tokens, starts, left_out = tokenize("gpt2", documents)
     assert starts.tolist() == [0, 2] and len(tokens) == 5
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}) + "\n" for text in (documents[0], documents[4])))
+    notes = {}
+    assert len(load_conversations([(str(tmp_path / "chat.jsonl"), 1.0)], get_tokenizer("gpt2"), 64, notes)[0]) == 1
+    assert list(notes.values()) == [[1, f"{tmp_path}/chat.jsonl, line 2"]] and "refused by tiktoken" in list(notes)[0]
     assert left_out == {"empty": 2, "no text": 1, "refused by tiktoken, as about a million spaces on end are": 1}
 
 
@@ -467,6 +472,14 @@ def test_bytes_are_utf8_and_round_trip(text):
     tokens = tokenizer.encode_ordinary(text)
     assert tokens == list(text.encode("utf-8"))
     assert tokenizer.decode(tokens) == text
+
+
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_half_a_surrogate_pair_is_encoded_as_tiktoken_does(name, request):
+    if name == "gpt2":
+        request.getfixturevalue("gpt2_vocabulary")
+    for text in ("a\ud83d b", "\udc00", "\ud83d\ude00"):
+        assert prepare_data.encode(get_tokenizer(name), text).tolist() == get_tokenizer(name).encode_ordinary(text)
 
 
 @given(st.lists(st.text()))
