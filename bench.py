@@ -1,7 +1,7 @@
 """
 How fast is this machine: training, chat tuning, the head's loss, data parallelism, data preparation, decoding.
 
-    python bench.py                                             # all tables, one after another: @@ on two CPU cores
+    python bench.py                                             # all tables, one after another; roughly an hour on two CPU cores
     python bench.py --what=train,decode --nanogpt=../nanoGPT    # against a checkout of nanoGPT, which is the first row then
     python bench.py --what=train --train_args='--n_layer=4 --n_embd=256 --n_head=4'
     python bench.py --what=prep --prep_files='texts/*.parquet'
