@@ -846,7 +846,10 @@ if __name__ == "__main__":
                  f"got {', '.join(sorted(kinds))}")
         if kinds == {"parquet"} and not all(path.lower().endswith(".parquet") for path in paths):
             fail(f"--files={files}: parquet is compressed inside; expected names that end in .parquet, so unpack these first")
-        source = {"files": [[path, os.path.getsize(path), ends_digest(path)] for path in paths]}
+        try:
+            source = {"files": [[path, os.path.getsize(path), ends_digest(path)] for path in paths]}
+        except OSError as error:
+            fail(f"--files={files}: {error}")
         if val_tokens is None:  # a token of gpt2 stands for about four bytes
             val_tokens = min(2 ** 20, max(1, sum(size for _, size, _ in source["files"]) // (40 if tokenizer == "gpt2" else 10)))
         data_dir = data_dir or "data/files"

@@ -331,6 +331,7 @@ def test_shards_of_others_are_refused(tmp_path):
     (["--files=a.txt,missing.txt"], ["missing.txt", "no such file"]),
     (["--files=a.csv"], ["a.csv", ".parquet, .jsonl, .json, .txt"]),
     (["--files=a.txt,b.jsonl"], ["json, text", "of one kind"]),
+    (["--files=d.parquet"], ["--files=d.parquet", "Is a directory"]),
     (["--files=c.parquet.gz"], ["c.parquet.gz", "compressed inside"]),
     (["--files=a.txt", "--dataset=python"], ["a.txt", "python", "one of them"]),
     (["--files=a.txt", "--max_tokens=100", "--val_tokens=100"], ["--max_tokens=100", "--val_tokens=100"]),
@@ -344,6 +345,7 @@ def test_shards_of_others_are_refused(tmp_path):
 def test_a_mistake_is_named(tmp_path, args, parts):
     for name in ("a.txt", "b.jsonl", "a.csv", "c.parquet.gz"):
         (tmp_path / name).write_text("text " * 100)
+    (tmp_path / "d.parquet").mkdir()
     before = sorted(tmp_path.iterdir())
     line = refusal(tmp_path, "--tokenizer=bytes", *args)
     assert all(part in line for part in parts), line
