@@ -160,7 +160,7 @@ def test_a_preset_is_what_it_says_and_starts(shards, tmp_path, preset):
         assert stated["batch_size"] * stated["gradient_accumulation_steps"] == 128 and stated["max_iters"] == 10_000
         assert (config["arch"], config["optimizer"], config["learning_rate"]) == ("gpt2", "adamw", 6e-4)
     assert config["attention"] == ("mla" if preset == "gpt2_mla" else "mha")
-    assert config["optimizer"] == ("muon" if preset == "speedrun" else "adamw")
+    assert config["optimizer"] == ("muon" if preset in ("quickstart", "speedrun") else "adamw")
 
 
 def test_two_ranks_train_the_model_of_one(shards, trained, tmp_path):
