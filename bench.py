@@ -375,7 +375,7 @@ def bench_loss(folder):
     labels = {"ours": "ours: chunks, gradient formed in forward", "full": "full logits", "recompute": "chunks, recomputed in backward",
               "torch": "torch's linear_cross_entropy, the same chunks"}
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        print(f"torch {torch.__version__} has no chunked linear_cross_entropy", flush=True)
+        print(f"torch {torch.__version__} has no chunked linear_cross_entropy\n", flush=True)
         del labels["torch"]
     flags = [f"--dtype={compute_dtype}", f"--device={device}", f"--compile={compile}", f"--train_args={' '.join(size)}"]
     started = {key: subprocess.Popen([sys.executable, SCRIPTS / "bench.py", *flags, f"--one_loss={key}"], text=True,
