@@ -12,7 +12,6 @@ is the model's generate. Variants take turns, round after round; figures are med
 reference, the first row, in the same round: a machine whose speed drifts changes the figures more than the ratios.
 """
 import copy
-import glob
 import importlib.util
 import json
 import math
@@ -40,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import runtime
 from configurator import configure, expect_range, fail
 from model import GPT, GPTConfig, LOSS_CHUNK, linear_cross_entropy
-from prepare_data import count_cpus, get_tokenizer, read_shard, shard_header
+from prepare_data import count_cpus, find_files, get_tokenizer, read_shard, shard_header
 
 # ---------------------------------------------------------------------------------------------------
 # settings
@@ -73,8 +72,8 @@ for name in names:
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
 if nanogpt is not None and not all((Path(nanogpt) / name).is_file() for name in ("train.py", "model.py")):
     fail(f"--nanogpt={nanogpt}: holds no train.py and model.py; expected the folder of a checkout of nanoGPT")
-if prep_files is not None and not all(glob.glob(os.path.expanduser(part.strip()), recursive=True) for part in prep_files.split(",")):
-    fail(f"--prep_files={prep_files}: no such file; expected paths or patterns, with commas between")
+if prep_files is not None:
+    find_files("prep_files", prep_files)  # now, and not when its table is due
 expect_range(config, 1, math.inf, "rounds", "context", "minutes")
 expect_range(config, 2, math.inf, "new_tokens")
 expect_range(config, 5 if profile else 2, math.inf, "train_iters")
@@ -87,11 +86,12 @@ rows = ["nanoGPT"] * (nanogpt is not None) + names
 # the size of train, loss and ddp
 size = (train_args or "--batch_size=16" + ("" if on_gpu else " --n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256")).split()
 shape = {"batch_size": 16, **{key: getattr(GPTConfig(), key) for key in ("n_layer", "n_head", "n_embd", "max_seq_len")}}
+known = re.findall(r"^(\w+): ", (SCRIPTS / "train_gpt2.py").read_text(encoding="utf-8"), re.M)
 for flag in size:
     key, equals, value = flag.removeprefix("--").partition("=")
     if not flag.startswith("--") or not equals or key in shape and not (value.isdecimal() and int(value)):
         fail(f"--train_args={train_args}: {flag!r}: expected flags of train_gpt2.py, --name=value, with spaces between")
-    if not re.search(rf"^{re.escape(key)}: ", (SCRIPTS / "train_gpt2.py").read_text(encoding="utf-8"), re.M):
+    if key not in known:
         fail(f"--train_args={train_args}: train_gpt2.py has no setting {key}")
     shape |= {key: int(value)} if key in shape else {}
 tokens_per_batch = shape["batch_size"] * shape["max_seq_len"]

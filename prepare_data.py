@@ -554,6 +554,17 @@ class TeacherCache:
 FILE_KINDS = {"parquet": "parquet", "jsonl": "json", "json": "json", "txt": "text"}  # suffix -> reader in `datasets`
 
 
+def find_files(setting, files):
+    """Paths and patterns with commas between, the value of `setting` -> sorted paths; a file that several lead to is there once."""
+    paths = {}
+    for pattern in map(os.path.expanduser, map(str.strip, files.split(","))):
+        found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        if not found:
+            fail(f"--{setting}={files}: no such file: {pattern}")
+        paths |= {os.path.realpath(path): path for path in found}
+    return sorted(paths.values())
+
+
 class WorkStopped(Exception):
     """The source gave up. Not failed on the spot: the progress bar has to be closed first."""
 
@@ -572,8 +583,7 @@ def parquet_batches(paths, column, state):
                         if [i, group, number] >= first:
                             yield [i, group, number], batch[column].to_pylist()
     except (OSError, ValueError, KeyError) as error:  # pyarrow's own are among them
-        raise WorkStopped(f"{paths[i]} could not be read on: {type(error).__name__}: {error}; what is written stays, and "
-                          f"once that is mended the same command goes on from there")
+        raise WorkStopped(f"{paths[i]} could not be read on: {type(error).__name__}: {error}")
 
 
 def dataset_batches(data, column, state):
@@ -591,8 +601,7 @@ def dataset_batches(data, column, state):
             yield state, batch[column]
     except Exception as error:  # the library raises what its readers, the file system and the network raise
         cause = error.__cause__ or error
-        raise WorkStopped(f"the source could not be read on: {type(cause).__name__}: {cause}; what is written stays, and "
-                          f"once that is mended the same command goes on from there")
+        raise WorkStopped(f"the source could not be read on: {type(cause).__name__}: {cause}")
 
 
 def python_files():
@@ -832,19 +841,13 @@ if __name__ == "__main__":
 
     # the source, and the recipe that a second start must share
     if files is not None:
-        paths = {}  # by what they lead to: one that several names or patterns lead to is read once
-        for pattern in map(str.strip, files.split(",")):
-            pattern = os.path.expanduser(pattern)
-            found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-            if not found:
-                fail(f"--files={files}: {pattern}: no such file")
-            paths |= {os.path.realpath(path): path for path in found}
-        paths = sorted(paths.values())
+        paths = find_files("files", files)
         kinds = {next((FILE_KINDS[s] for s in path.lower().split(".")[:0:-1] if s in FILE_KINDS), path) for path in paths}
         if len(kinds) > 1 or not kinds <= set(FILE_KINDS.values()):
             fail(f"--files: expected files of one kind, .{', .'.join(FILE_KINDS)}, also with .gz or .zst behind; "
                  f"got {', '.join(sorted(kinds))}")
-        if kinds == {"parquet"} and not all(path.lower().endswith(".parquet") for path in paths):
+        kind = kinds.pop()
+        if kind == "parquet" and not all(path.lower().endswith(".parquet") for path in paths):
             fail(f"--files={files}: parquet is compressed inside; expected names that end in .parquet, so unpack these first")
         try:
             source = {"files": [[path, os.path.getsize(path), ends_digest(path)] for path in paths]}
@@ -868,7 +871,7 @@ if __name__ == "__main__":
 
     # where an earlier start stopped
     wanted = max_tokens or sys.maxsize
-    state_type = int if from_python else list if files is not None and kinds == {"parquet"} else dict
+    state_type = int if from_python else list if files is not None and kind == "parquet" else dict
     progress = {"recipe": recipe, "state": None, "skip": 0,
                 "counts": {"shards": 0, "documents": 0, "tokens": 0, "bytes": 0, "left_out": {}}}
     try:
@@ -910,8 +913,7 @@ if __name__ == "__main__":
         print(f"opening {files or dataset} ...", flush=True)
         os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, a second for nothing
         try:
-            kind = kinds.pop() if files is not None else None
-            if kind == "parquet":
+            if files is not None and kind == "parquet":
                 text_bytes, batches = parquet_text_bytes(paths, text_column), parquet_batches(paths, text_column, progress["state"])
             else:
                 import datasets  # here and not above: training runs without it
@@ -954,15 +956,15 @@ if __name__ == "__main__":
         with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:
             counts = write_shards(batches, progress, data_dir, wanted, num_threads, bar)
     except WorkStopped as error:
-        fail(error)
+        fail(f"{error}; what is written stays, and once that is mended the same command goes on from there")
     except OSError as error:
         fail(f"--data_dir={data_dir}: {error}; what is written stays, and the same command goes on from there")
+    left_out = [f"{count:,} documents are left out: {reason}" for reason, count in counts["left_out"].items()]
     if counts["tokens"] <= val_tokens:
         for path in glob.glob(f"{glob.escape(data_dir)}/val_*.bin") + [f"{data_dir}/progress.json"]:
             os.remove(path)
-        fail(f"--val_tokens={val_tokens}: the source has only {counts['tokens']} tokens, so none are left to train on; "
-             + (f"try --val_tokens={counts['tokens'] // 10}" if counts["tokens"] >= 10 else "that is no text")
-             + "".join(f"; {count:,} documents are left out: {reason}" for reason, count in counts["left_out"].items()))
+        advice = f"try --val_tokens={counts['tokens'] // 10}" if counts["tokens"] >= 10 else "that is no text"
+        fail("; ".join((f"--val_tokens={val_tokens}: the source has only {counts['tokens']} tokens, so none are left to train on", advice, *left_out)))
     if from_python:
         conversations = python_conversations()
         write_atomically(f"{data_dir}/chat.jsonl", *(json.dumps(c).encode() + b"\n" for c in conversations))
@@ -973,8 +975,8 @@ if __name__ == "__main__":
     seconds = time.time() - start
     print(f"{data_dir}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes of text "
           f"in {counts['shards']} shards; {seconds:.1f} s, {(counts['tokens'] - before) / seconds:,.0f} tokens/s")
-    for reason, count in counts["left_out"].items():
-        print(f"{count:,} documents are left out: {reason}")
+    for line in left_out:
+        print(line)
     if not meta["exhausted"]:
         print(f"stopped at --max_tokens={max_tokens}; the last document may be cut")
     if from_python:
