@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from configurator import read_config_file
 from conftest import ROOT, TINY, read_log, refused, run, write_shards
 from model import GPT, GPTConfig
 from prepare_data import count_cpus
@@ -159,6 +160,9 @@ def test_a_preset_is_what_it_says_and_starts(shards, tmp_path, preset):
         stated = runpy.run_path(f"{ROOT}/config/{preset}.py")
         assert stated["batch_size"] * stated["gradient_accumulation_steps"] == 128 and stated["max_iters"] == 10_000
         assert (config["arch"], config["optimizer"], config["learning_rate"]) == ("gpt2", "adamw", 6e-4)
+    if preset == "quickstart":  # takes every setting of the recipe
+        recipe, stated = (read_config_file(f"{ROOT}/config/{name}.py", "train_gpt2.py") for name in ("speedrun", "quickstart"))
+        assert recipe and recipe.items() <= stated.items()
     assert config["attention"] == ("mla" if preset == "gpt2_mla" else "mha")
     assert config["optimizer"] == ("muon" if preset in ("quickstart", "speedrun") else "adamw")
 
