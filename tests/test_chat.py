@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import runtime
-from conftest import ROOT, TINY, read_log, refused, run, write_shards
+from conftest import ROOT, TINY, read_log, refused, run
 from model import GPT, GPTConfig, IGNORE, packed
 from prepare_data import (best_fit, chat_fault, chat_rows, chat_tokens, decode_chat, fit_conversation, get_tokenizer,
                           parse_mixture, python_conversations, render_chat)

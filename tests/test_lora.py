@@ -12,7 +12,7 @@ from export_hf import export
 from conftest import read_log, refused, run
 from model import GPT, GPTConfig, add_lora, merge_lora
 from test_chat import jsonl, turns
-from test_model import VARIANTS, new_gpt, tokens
+from test_model import new_gpt, tokens
 from test_train import check_compiled, load, same
 
 NAMES = ["gpt2", "gpt2_mla", "llama_gqa", "qwen3", "llama_mla", "llama_mla_q"]
