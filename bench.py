@@ -44,7 +44,7 @@ from prepare_data import count_cpus, find_files, get_tokenizer, read_shard, shar
 # ---------------------------------------------------------------------------------------------------
 # settings
 what: str = "all"  # or some of train, chat, loss, ddp, prep and decode, with commas between; or soak
-variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: what is compared: arch, or arch+attention
+variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: what is compared: arch, or arch+attention; ddp, soak, profile: the first
 nanogpt: Optional[str] = None  # train, decode: a checkout of nanoGPT, the reference then; else the first of the variants is
 rounds: Optional[int] = None  # times each variant has its turn; None: 3, on GPUs, whose speed drifts less, 2
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -57,7 +57,7 @@ context: int = 1024  # decode: tokens in the cache when the timed ones come
 new_tokens: int = 64  # decode: timed tokens a round
 prep_files: Optional[str] = None  # prep: texts, as --files of prepare_data.py, for the gpt2 tokenizer against tiktoken alone
 minutes: float = 120.0  # soak: how long
-profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py, of the first of the variants, into trace.json
+profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py into trace.json
 one_loss: Optional[Literal["ours", "full", "recompute", "torch"]] = None  # how bench.py starts itself for a row of the loss table
 config, given = configure(globals())
 
@@ -66,9 +66,9 @@ TABLES = ("train", "chat", "loss", "ddp", "prep", "decode")
 wanted = TABLES if what == "all" else [part.strip() for part in what.split(",")]
 if not set(wanted) <= {*TABLES, "soak"}:
     fail(f"--what={what}: expected all, or some of {', '.join(TABLES)}, or soak")
-names = [name.strip() for name in variants.split(",")]
+names = list(dict.fromkeys(name.strip() for name in variants.split(",")))
 for name in names:
-    if name.partition("+")[0] not in ("gpt2", "llama") or name.partition("+")[2] not in ("", "mla"):
+    if name not in ("gpt2", "gpt2+mla", "llama", "llama+mla"):
         fail(f"--variants={variants}: {name!r} is none of gpt2, gpt2+mla, llama, llama+mla")
 if nanogpt is not None and not all((Path(nanogpt) / name).is_file() for name in ("train.py", "model.py")):
     fail(f"--nanogpt={nanogpt}: holds no train.py and model.py; expected the folder of a checkout of nanoGPT")
@@ -83,18 +83,37 @@ on_gpu = compute_device.type == "cuda"
 rounds = rounds or (2 if on_gpu else 3)
 rows = ["nanoGPT"] * (nanogpt is not None) + names
 
-# the size of train, loss and ddp
-size = (train_args or "--batch_size=16" + ("" if on_gpu else " --n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256")).split()
+
+
+def flags_for(script, setting, text, ours):
+    """The flags of a script that a setting lists -> {name: value}. None of those that bench.py gives it: `ours`, and its own settings."""
+    known = re.findall(r"^(\w+): ", (SCRIPTS / script).read_text(encoding="utf-8"), re.M)
+    flags = {}
+    for flag in text.split():
+        key, equals, value = flag.removeprefix("--").partition("=")
+        if not flag.startswith("--") or not equals:
+            fail(f"--{setting}={text}: {flag!r}: expected flags of {script}, --name=value, with spaces between")
+        if key not in known:
+            fail(f"--{setting}={text}: {script} has no setting {key}")
+        if key in ours.split() or key in config:
+            fail(f"--{setting}={text}: bench.py gives {script} its {key} itself; leave it out here"
+                 + (f" and give bench.py --{key}" if key in config else ""))
+        flags[key] = value
+    return flags
+
+
+# the sizes
+train_flags = flags_for("train_gpt2.py", "train_args", "--batch_size=16" + ("" if on_gpu else " --n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256")
+                        if train_args is None else train_args, "arch attention gradient_accumulation_steps max_iters data_dir out_dir")
+chat_flags = flags_for("chat_sft.py", "chat_args", f"--max_seq_len={1024 if on_gpu else 512}" if chat_args is None else chat_args,
+                       "init_from data chat_dir max_iters out_dir")
 shape = {"batch_size": 16, **{key: getattr(GPTConfig(), key) for key in ("n_layer", "n_head", "n_embd", "max_seq_len")}}
-known = re.findall(r"^(\w+): ", (SCRIPTS / "train_gpt2.py").read_text(encoding="utf-8"), re.M)
-for flag in size:
-    key, equals, value = flag.removeprefix("--").partition("=")
-    if not flag.startswith("--") or not equals or key in shape and not (value.isdecimal() and int(value)):
-        fail(f"--train_args={train_args}: {flag!r}: expected flags of train_gpt2.py, --name=value, with spaces between")
-    if key not in known:
-        fail(f"--train_args={train_args}: train_gpt2.py has no setting {key}")
-    shape |= {key: int(value)} if key in shape else {}
+for key in shape.keys() & train_flags.keys():
+    if not (train_flags[key].isdecimal() and int(train_flags[key])):
+        fail(f"--train_args={train_args}: {key}={train_flags[key]}: expected a whole number above 0")
+    shape[key] = int(train_flags[key])
 tokens_per_batch = shape["batch_size"] * shape["max_seq_len"]
+size, chat_size = ([f"--{key}={value}" for key, value in flags.items()] for flags in (train_flags, chat_flags))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -165,7 +184,7 @@ def write_shards(folder):
 
 def with_cache(folder, name):
     """An environment whose compiler finds nothing when this name comes for the first time, and its own graphs later: cold, then warm."""
-    cache = f"{folder}/cache-{name}"
+    cache = f"{folder}/cache-{name.replace(' ', '-')}"  # g++ is given it unquoted
     return {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}, "warm" if os.path.exists(cache) else "cold"
 
 
@@ -180,6 +199,8 @@ def time_steps(folder, name, script, *flags, steps=train_iters, ranks=0):
     log = [json.loads(line) for line in Path(folder, "out", "log.jsonl").read_text().splitlines()]
     shutil.rmtree(f"{folder}/out")  # checkpoints of some GB
     compiling = [entry["seconds"] for entry in log if entry.get("event") == "compiled"]
+    if "--compile=True" in flags and not compiling:
+        fail(f"--compile=True: {script} went on uncompiled, as torch.compile does not work here; give --compile=False")
     log = [entry for entry in log if "tok_per_sec" in entry][1:]
     return {**log[-1], **{key: statistics.median(entry[key] for entry in log) for key in ("tok_per_sec", "mfu", "wait")},
             cache: compiling[0] if compiling else None}
@@ -220,7 +241,8 @@ def bench_train(folder):
         return time_steps(folder, name, "train_gpt2.py", *flags_of(name), *size, f"--compile={compile}", f"--data_dir={folder}")
 
     found = take_turns("train", rows, measure)
-    peak = "the data sheet" if on_gpu else "a matrix product timed at each start"
+    sheet = runtime.data_sheet_flops(compute_device, compute_dtype)
+    peak = f"the {sheet / 1e12:,.0f} TFLOP/s of its data sheet" if sheet else "a matrix product timed at each start"
     print_table(f"training: train_gpt2.py {' '.join(size)} --compile={compile}; MFU is against {peak}; compiling from nothing (cold) and "
                 "from a cache (warm)"
                 + "\nnanoGPT: the same sizes, else its own settings; its seconds to compile hold two batches of validation" * bool(nanogpt),
@@ -231,7 +253,6 @@ def bench_train(folder):
 
 # chat tuning, compiled against not: the gain is to be 1.3 at least, compiling 60 s and 10 % of memory at most
 def bench_chat(folder):
-    flags = (chat_args or f"--max_seq_len={1024 if on_gpu else 512}").split()
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**({} if on_gpu else dict(n_layer=6, n_head=6, n_embd=384))))
     runtime.save_checkpoint(f"{folder}/base", {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "config": {}, "stage": "base",
@@ -243,9 +264,9 @@ def bench_chat(folder):
             f.write(json.dumps({"messages": [{"role": role, "content": "word " * int(n)} for role, n in words]}) + "\n")
     eager = "not compiled"
     found = take_turns("chat", (eager, "compiled")[:1 + compile], lambda label: time_steps(
-        folder, f"chat {label}", "chat_sft.py", f"--init_from={folder}/base/ckpt.pt", *flags, f"--data={folder}/chats.jsonl",
+        folder, f"chat {label}", "chat_sft.py", f"--init_from={folder}/base/ckpt.pt", *chat_size, f"--data={folder}/chats.jsonl",
         f"--chat_dir={folder}/rows", f"--compile={label != eager}"))
-    print_table(f"chat tuning: chat_sft.py {' '.join(flags)}, {sum(p.numel() for p in gpt.parameters()) / 1e6:.0f}M parameters",
+    print_table(f"chat tuning: chat_sft.py {' '.join(chat_size)}, {sum(p.numel() for p in gpt.parameters()) / 1e6:.0f}M parameters",
                 found, [("useful tok/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", eager), ("peak MB", "peak_mem_mb"),
                         ("ratio", "peak_mem_mb", ".2f", eager), ("cold s", "cold", ".1f"), ("warm s", "warm", ".1f"),
                         ("waits for data", "wait", ".2%"), ("recompiles", "recompiles"), ("useful", "useful", ".1%")],
@@ -259,22 +280,22 @@ def bench_ddp(folder):
         print("data parallel: left out, it takes two GPUs, or a CPU of two cores", flush=True)
         return
     found = take_turns("ddp", (1, n), lambda ranks: time_steps(
-        folder, "ddp", "train_gpt2.py", *size, f"--gradient_accumulation_steps={2 * ranks}", f"--compile={compile}",
+        folder, "ddp", "train_gpt2.py", *flags_of(names[0]), *size, f"--gradient_accumulation_steps={2 * ranks}", f"--compile={compile}",
         f"--data_dir={folder}", steps=max(2, train_iters // 3), ranks=ranks))
-    print_table(f"data parallel: torchrun train_gpt2.py {' '.join(size)} --compile={compile}; a step is 2 micro-batches on each rank, "
+    print_table(f"data parallel: torchrun train_gpt2.py {' '.join((*flags_of(names[0]), *size))} --compile={compile}; a step is 2 micro-batches on each rank, "
                 f"which has {'a GPU' if on_gpu else 'one thread'}",
                 found, [("tokens/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", 1)], labels={1: "1 rank", n: f"{n} ranks"})
 
 
 # one long run, with its evaluations, samples and checkpoints: speed and memory are to stay what they are
 def bench_soak(folder):
-    command = [sys.executable, SCRIPTS / "train_gpt2.py", *size, "--max_iters=1000000000", "--gradient_accumulation_steps=1",
+    command = [sys.executable, SCRIPTS / "train_gpt2.py", *flags_of(names[0]), *size, "--max_iters=1000000000", "--gradient_accumulation_steps=1",
                "--log_interval=10", "--eval_interval=50", "--eval_iters=4", f"--compile={compile}", f"--dtype={compute_dtype}",
                f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/soak"]
     with open(f"{folder}/soak.txt", "w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as run, ExitStack() as at_end:
         at_end.callback(lambda: (run.terminate(), run.wait()))  # whatever ends this
         begun, seen, before = time.time(), [], (0, 0.0)
-        print(f"soak: train_gpt2.py {' '.join(size)} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
+        print(f"soak: train_gpt2.py {' '.join((*flags_of(names[0]), *size))} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
               f"{'minutes':>9}{'step':>9}{'tokens/s':>10}{'per CPU second':>16}{'resident MB':>13}", flush=True)
         while run.poll() is None and time.time() - begun < 60 * minutes:
             time.sleep(3 * minutes)  # twenty lines, however long it is
@@ -366,6 +387,7 @@ def run_one_loss():
         if on_gpu:
             torch.cuda.empty_cache()  # the others have their turn
     memory, found = runtime.peak_memory_mb(compute_device), (torch.tensor(loss), x.grad, weight.grad)
+    torch.set_float32_matmul_precision("highest")  # all of its bits, no TF32
     expected = torch.tensor(forward_backward(full, "float32")), x.grad, weight.grad
     print(json.dumps({"peak_mem_mb": memory, **{
         f"off_{i}": float((a - b).norm() / b.norm()) for i, (a, b) in enumerate(zip(found, expected))}}), flush=True)
@@ -461,7 +483,10 @@ def bench_decode(folder):
         models[name].to(compute_device).eval()
     prompt = torch.randint(0, 50257, (context,), generator=torch.Generator().manual_seed(0)).tolist()
     labels, steps, compiling = list(rows), {}, {}
-    for name in names if compile and not runtime.compiler_problem(compute_device, "inductor") else ():
+    problem = compile and runtime.compiler_problem(compute_device, "inductor")
+    if problem:
+        fail(f"--compile=True: torch.compile does not work here: {problem}; give --compile=False")
+    for name in names if compile else ():
         labels.insert(labels.index(name) + 1, f"{name}, compiled")
 
     def measure(label):

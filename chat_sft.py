@@ -113,7 +113,7 @@ recompute: bool = False  # keep only what enters each block and compute the rest
 compile: bool = True  # torch.compile, one graph for one shape
 compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None  # None: torch's default
 compile_backend: str = "inductor"  # of torch.compile
-seed: int = 1337  # of the order of the data
+seed: int = 1337  # of the packed rows and their order, LoRA's matrices, dropout and samples
 config, given = configure(globals())
 
 # ---------------------------------------------------------------------------------------------------
@@ -276,6 +276,10 @@ if print_batch:
     raise SystemExit(0)
 
 if max_iters is None:
+    before = checkpoint["config"] if resuming else config
+    if rows_per_step != before["batch_size"] * before["gradient_accumulation_steps"]:
+        fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: a step has another number of rows than "
+             f"before, and --epochs counts steps; give --max_iters too, or keep their product")
     max_iters = math.ceil(epochs * len(train_rows) / rows_per_step)
 decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
 if warmup_iters is None:
@@ -331,7 +335,7 @@ eager = functools.partial(torch.compiler.set_stance, "force_eager") if fsdp else
 optimizer = new_optimizer(orig_model, optimizer, learning_rate, beta1, beta2, weight_decay, embedding_lr, head_lr, vector_lr, muon_lr,
                           spam_interval)
 masks = new_masks(orig_model, checkpoint, sparsity)  # what is pruned
-if not sparsity and "masks" in (checkpoint or {}):
+if "masks" in checkpoint and not sparsity and not lora_rank:
     runtime.print_once("WARNING: the weights that were pruned grow back; --sparsity, as it was, keeps them zero")
 # the teacher is asked in each step, or, with a cache, beforehand, once for each row that the run will see
 ask, teacher_digest, log_temperature = runtime.new_teacher(
@@ -398,11 +402,13 @@ def save():
 
 
 def saved(saving):
-    """Waits for a checkpoint -> whether it was written."""
-    done = saving.result()
+    """Waits for a checkpoint -> whether it was written, which rank 0 tells the others: to save takes all of them."""
+    done = torch.tensor(saving.result(), device=compute_device)
+    if dist.is_initialized():
+        dist.broadcast(done, 0)
     if done:
         runtime.after_interrupt = f": step {iter_num} is saved; {how_to_go_on}"
-    return done
+    return bool(done)
 
 
 def roll_back():
@@ -410,7 +416,7 @@ def roll_back():
     checkpoint = runtime.load_checkpoint(out_dir, merge=False)
     runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     masks.update(new_masks(orig_model, checkpoint, sparsity))
-    if scaler.is_enabled():
+    if scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
     if learn_temperature:
         log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
@@ -418,7 +424,7 @@ def roll_back():
 
 
 if check_health:
-    with autocast:
+    with autocast if compute_dtype != "float16" else nullcontext():  # it scales no loss
         good = runtime.check_model(orig_model, get_batch(0)[0], optimizer, from_scratch=False)
     raise SystemExit(0 if good else 1)
 
@@ -436,9 +442,10 @@ runtime.print_once(
     f"run: {max_iters:,} steps of {rows_per_step} rows ({rows_per_step * max_seq_len:,} places), "
     f"{max_iters * rows_per_step / len(train_rows):.2f} epochs; {world_size} x {compute_device.type}, {compute_dtype}")
 if sparsity:
-    runtime.print_once(f"pruning: {pruning}")
+    runtime.print_once(f"pruning: {pruning}" + (f"; the run ends before that, at step {max_iters}" if max_iters < pruning["end"] else ""))
 changed = ", ".join(f"{name}={value}" for name, value in given.items())
 runtime.print_once(f"settings given: {changed or 'none, all defaults'}")
+runtime.warn_unused({**config, **model_args}, given)
 if rank == 0:
     if not resuming:
         runtime.clear_out_dir(out_dir)
@@ -464,7 +471,7 @@ if compile:
         loss.backward()
     optimizer.zero_grad(set_to_none=True)
     if config["optimizer"] == "muon":
-        optimizer.compile()
+        optimizer.compile(compile_backend)
     with torch.no_grad(), autocast:
         compiled.eval()(*inputs).item()
     compiled.train()
@@ -498,7 +505,7 @@ while True:
         if rank == 0:
             print(f"step {iter_num}: val loss {val_loss:.4f}, {val_bpb:.4f} bits per byte of the assistant's text")
             runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, val_loss=val_loss, val_bpb=val_bpb)
-            picture = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
+            drawn = runtime.plot_logs([f"{out_dir}/log.jsonl"], f"{out_dir}/loss.png")
         if sample_tokens and (rank == 0 or fsdp):
             runtime.print_once(f"----- sample\n{sample()}\n-----")
         for task in problems:  # some of each task, at the end of the run all
@@ -511,8 +518,8 @@ while True:
                 runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
         if saving and saved(saving):
             saved_at = iter_num
-            if val_loss == best_val_loss and rank == 0:
-                runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
+        if rank == 0 and saved_at == iter_num > 0 and val_loss == best_val_loss:
+            runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
         if clipped > 0.1 * steps_taken:
             runtime.print_once(f"WARNING: since the last evaluation {clipped} of {steps_taken} gradients were clipped to --grad_clip={grad_clip}")
         clipped = steps_taken = 0
@@ -551,10 +558,10 @@ while True:
         log_temperature.grad /= world_size
 
     # what the ranks have to know of each other: the loss of the whole step, and whether one of them was asked to stop
-    told = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None), *parts))
+    shared = torch.stack((nats, torch.full_like(nats, runtime.stop_asked is not None), *parts))
     if dist.is_initialized():
-        dist.all_reduce(told)
-    nats, stopping, *parts = told.tolist()
+        dist.all_reduce(shared)
+    nats, stopping, *parts = shared.tolist()
     parts_sum = [a + b for a, b in zip(parts_sum, parts)]
     loss_sum += nats
 
@@ -643,16 +650,15 @@ if iter_num > resumed_at or not resuming:
     while not saved(save()):  # at the end again, with its own validation loss
         tries -= 1
         if tries == 0:
-            fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved", alone=True)
-        print(f"trying again in 30 seconds, {tries} times more", flush=True)
+            fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved")
+        runtime.print_once(f"trying again in 30 seconds, {tries} times more")
         time.sleep(30)
 pool.shutdown()
 if stopping:
     runtime.print_once(f"stopped after step {iter_num}, which is saved; {how_to_go_on}")
-else:
-    runtime.print_once(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
-                       f"checkpoint: {out_dir}/ckpt.pt; talk to it: python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True\n"
-                       f"loss curve: {out_dir}/log.jsonl" + (f", drawn in {picture}" if rank == 0 and picture else
-                                                             ", not drawn: pip install matplotlib"))
+elif rank == 0:
+    print(f"done: val loss {val_loss:.4f} (best {best_val_loss:.4f}) after {iter_num} steps\n"
+          f"checkpoint: {out_dir}/ckpt.pt; talk to it: python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True\n"
+          f"loss curve: {out_dir}/log.jsonl, {drawn}")
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -151,8 +151,9 @@ def print_help(script, namespace, settings):
     """Every setting with its default and its comment, as they stand in the script, under its docstring."""
     source = open(script, encoding="utf-8").read()
     comments = dict(re.findall(r"^ *(\w+):[^=\n]+=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE))
-    print((ast.get_docstring(ast.parse(source)) or "").strip() + "\n\nsettings (--name=value, or in a config file):")
+    lines = [(ast.get_docstring(ast.parse(source)) or "").strip(), "", "settings (--name=value, or in a config file):"]
     for name, hint in settings.items():
-        print(f"  --{name}={namespace[name]}".ljust(44) + (comments.get(name) or ""))
+        lines.append(f"  --{name}={namespace[name]}".ljust(44) + (comments.get(name) or ""))
         if len(alternatives(hint)) > 1 or typing.get_origin(hint) is typing.Literal:
-            print(" " * 44 + accepted(hint))
+            lines.append(" " * 44 + accepted(hint))
+    print("\n".join(lines))  # in one go: `| head` may close the pipe behind it

@@ -139,7 +139,7 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-{kind}, {n_params:,} parameters, {max_seq_len:,} positions, {dtype}. Trained with plain PyTorch scripts; it opens in
+{kind}, {n_params:,} parameters, {max_seq_len:,} positions, {dtype}. It opens in
 transformers as `{hf_class}`, without remote code.
 
 | | |
@@ -187,11 +187,12 @@ def model_card(name, loaded, config, n_params, dtype):
         "shape": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size:,}",
         "tokenizer": "GPT-2's byte pair encoding" if loaded["tokenizer"] == "gpt2" else "the 256 bytes of UTF-8",
     }
-    notes = [
+    notes = [] if "rows_seen" not in loaded else [  # our loops trained it
         f"Every document it was trained on begins with `{END_OF_TEXT}`" + (
-            ", and so does every conversation: the chat template writes it." if chat else "; the tokenizer does not add it by itself."),
+            ", and so does every conversation: the chat template writes it." if chat else "; the tokenizer does not add it by itself.")]
+    notes += [
         "Text that spells a special token, such as `<|end|>`, becomes that token here, in a chat template as in any prompt. "
-        "In training it was text. Where prompts come from strangers, remove such text from what goes into a template.",
+        "Where prompts come from strangers, remove such text from what goes into a template.",
         "The vocabulary is padded; the generation config keeps the ids that stand for nothing from being sampled.",
     ]
     if not chat:

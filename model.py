@@ -360,13 +360,13 @@ class Distillation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, alpha, T, learned, told, teacher_weight, ids):
+    def forward(ctx, x, weight, targets, alpha, T, learned, told, teacher_head, ids):
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         weight_x, V, u = weight.to(x.dtype), weight.size(0), 1 / T
         ce, kl, dT = torch.zeros(3, dtype=torch.float32, device=x.device).unbind()
         log_n = 0.0  # of how many ids each place stands for
-        if teacher_weight is not None:
-            teacher_weight = teacher_weight.to(x.dtype)
+        if teacher_head is not None:
+            teacher_head = teacher_head.to(x.dtype)
         else:
             k = ids.size(1)
             # not F.pad, whose compiled form torch 2.11's CPU compiler gets wrong
@@ -378,8 +378,8 @@ class Distillation(torch.autograd.Function):
             valid = tc != IGNORE
             onehot = torch.arange(V, device=x.device) == tc
             # t and s are the two models' logits at each place: each id, or a cached row's k ids and the rest
-            if teacher_weight is not None:
-                t, s = (told_c.to(x.dtype) @ teacher_weight.t()).float(), logits  # (chunk, V)
+            if teacher_head is not None:
+                t, s = (told_c.to(x.dtype) @ teacher_head.t()).float(), logits  # (chunk, V)
             else:
                 t, ids_c = told_c.float(), ids[i:i + LOSS_CHUNK]  # (chunk, k + 1), (chunk, k)
                 s = logits.gather(-1, ids_c)
@@ -399,7 +399,7 @@ class Distillation(torch.autograd.Function):
                 plain, soft = (z - lse).exp() - hit.float(), (z * u - lse_T).exp() - log_p.exp()
                 return (((1 - alpha) * plain + alpha * T * soft) * valid).to(x.dtype)
 
-            if teacher_weight is not None:
+            if teacher_head is not None:
                 dlogits = gradient(logits, onehot, log_p)
             else:
                 dlogits = gradient(logits, onehot, log_p[:, k:]).scatter(-1, ids_c, gradient(s[:, :k], ids_c == tc, log_p[:, :k]))
@@ -418,17 +418,17 @@ class Distillation(torch.autograd.Function):
         return (dx * grad_loss).to(dx.dtype), dweight, None, None, dT * grad_loss, *[None] * 4
 
 
-def distillation(x, weight, targets, alpha, temperature, told, teacher_weight=None, ids=None):
+def distillation(x, weight, targets, alpha, temperature, told, teacher_head=None, ids=None):
     """
     Sum of (1 - alpha) * cross entropy + alpha * T^2 * KL(teacher || student), both softened by T, over targets that are not IGNORE,
     and, to be logged, (2,) the sums of cross entropy and KL alone. T^2 keeps the gradient's size while T varies.
     x (N, C), weight (V, C), targets (N,) as in linear_cross_entropy; temperature: T, scalar tensor, which may want a gradient. A live
-    teacher: told (N, C_t), its hidden states, and teacher_weight (V, C_t), its head. A cached one: ids (N, k) int64, each once in a
+    teacher: told (N, C_t), its hidden states, and teacher_head (V, C_t), its head. A cached one: ids (N, k) int64, each once in a
     row, and told (N, k + 1), their log-probabilities and that of each other id; with k = V the last is any finite number.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return Distillation.apply(x, weight, targets, alpha, temperature, temperature.requires_grad, told, teacher_weight, ids)
+    return Distillation.apply(x, weight, targets, alpha, temperature, temperature.requires_grad, told, teacher_head, ids)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -491,9 +491,9 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x)
         if teacher is not None:
-            alpha, temperature, told, teacher_weight, ids = teacher
+            alpha, temperature, told, teacher_head, ids = teacher
             return distillation(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), alpha, temperature, told.flatten(0, 1),
-                                teacher_weight, None if ids is None else ids.flatten(0, 1))
+                                teacher_head, None if ids is None else ids.flatten(0, 1))
         return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def hidden_states(self, idx, positions=None, mask=None, cache=None):
@@ -590,7 +590,7 @@ class GPT(nn.Module):
         2024; 0: off) are applied in this order, as in transformers. A row ends after one of stop_ids, which is
         yielded. n_vocab: ids from here on, the padding of the vocabulary, are never sampled. compiled: from compile_step, for
         as many rows as there are prompts; what reads the prompts is not compiled.
-        A row that fills max_seq_len goes on from its last part, max_seq_len - (tokens still wanted) but at
+        A row that fills max_seq_len goes on from its last part, max_seq_len + 1 - (tokens still wanted) but at
         least half of it: all positions change then, so the cache is filled anew.
         """
         device, max_len = self.lm_head.weight.device, self.config.max_seq_len

@@ -29,7 +29,8 @@ def new_optimizer(model, optimizer, learning_rate, beta1, beta2, weight_decay, e
     if learning_rate == 0 and (optimizer == "muon" or any((embedding_lr, head_lr, vector_lr))):
         fail("--learning_rate=0: the schedule is made for it and takes the other rates along; give one above 0")
     rates = {"matrices": muon_lr if optimizer == "muon" else None, "embeddings": embedding_lr, "head": head_lr, "vectors": vector_lr}
-    groups = [{"params": params, "weight_decay": weight_decay if kind != "vectors" else 0.0,
+    groups = [{"params": params, "lr": learning_rate if rates[kind] is None else rates[kind],
+               "weight_decay": weight_decay if kind != "vectors" else 0.0,
                "lr_scale": 1.0 if rates[kind] is None else rates[kind] / (learning_rate or 1.0)} for kind, params in groups.items() if params]
     if optimizer == "adamw_spam":
         groups = [{**group, "spam_interval": spam_interval} for group in groups]
@@ -69,11 +70,11 @@ class MuonAdamW(torch.optim.Optimizer):
         _muon._zeropower_via_newtonschulz = orthogonalise_sharded if self.sharded else ORTHOGONALISE
 
     @torch.no_grad()
-    def compile(self):
+    def compile(self, backend):
         """Compiles the orthogonalisation, for all shapes there are. Not all of step, which would be anew for each learning rate."""
         if self.sharded:
             return
-        _muon._zeropower_via_newtonschulz = torch.compile(ORTHOGONALISE, dynamic=False)
+        _muon._zeropower_via_newtonschulz = torch.compile(ORTHOGONALISE, dynamic=False, backend=backend)
         group = self.param_groups[0]
         for shape in sorted({p.shape for p in group["params"]}):
             _muon._zeropower_via_newtonschulz(torch.zeros(shape, device=group["params"][0].device), group["ns_coefficients"],
@@ -162,13 +163,11 @@ def check_schedule(schedule, learning_rate, min_lr, warmup_iters, decay_iters, w
     """Raises ValueError, naming the setting, for a schedule that get_lr could not follow as it is meant."""
     if not 0 < wsd_decay_frac <= 1:
         raise ValueError(f"--wsd_decay_frac={wsd_decay_frac}: expected a number above 0, to 1")
-    if schedule == "constant":
-        return
     steady = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)  # steps before the rate falls
     if warmup_iters > steady:
         raise ValueError(f"--warmup_iters={warmup_iters}: longer than the schedule, {steady} steps (max_iters, or lr_decay_iters"
                          f"{', less wsd_decay_frac of it' if schedule == 'wsd' else ''})")
-    if min_lr > learning_rate:
+    if schedule != "constant" and min_lr > learning_rate:
         raise ValueError(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")
 
 
@@ -189,10 +188,8 @@ def get_lr(it, schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_d
     if schedule == "cosine":
         progress = (it - warmup_iters) / (decay_iters - warmup_iters)
         return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
-    if schedule == "wsd":
-        left = (decay_iters - it) / (wsd_decay_frac * decay_iters)
-        return min_lr + min(1.0, left) * (learning_rate - min_lr)
-    raise ValueError(f"lr_schedule={schedule}: no such schedule")
+    left = (decay_iters - it) / (wsd_decay_frac * decay_iters)  # wsd
+    return min_lr + min(1.0, left) * (learning_rate - min_lr)
 
 
 # ---------------------------------------------------------------------------------------------------

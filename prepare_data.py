@@ -27,7 +27,7 @@ import time
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, Optional
@@ -297,7 +297,7 @@ def read_conversations(source):
         yield f"{source}, row {i}", messages
 
 
-def parse_mixture(text):
+def parse_mixture(text, setting="data"):
     """'a.jsonl:1,b.jsonl:3' -> [("a.jsonl", 1.0), ("b.jsonl", 3.0)]; without a number a source has the weight 1. What is odd is refused."""
     sources = []
     for part in filter(None, map(str.strip, text.split(","))):
@@ -307,13 +307,13 @@ def parse_mixture(text):
         except ValueError:  # no number: the colon, if there is one, is the path's
             source, weight = part, 1.0
         if not (source and 0 < weight < 1e6) or source.endswith(":"):
-            fail(f"--data={text}: {part!r}: expected a source, or source:weight with a weight above 0 and below 1e6, in passes an epoch")
+            fail(f"--{setting}={text}: {part!r}: expected a source, or source:weight with a weight above 0 and below 1e6, in passes an epoch")
         source = os.path.expanduser(source.strip())
         if source in [other for other, _ in sources]:
-            fail(f"--data={text}: {source} is there twice; {source}:2 passes over it twice an epoch")
+            fail(f"--{setting}={text}: {source} is there twice; {source}:2 passes over it twice an epoch")
         sources.append((source, weight))
     if not sources:
-        fail(f"--data={text!r}: expected a .jsonl file or a data set of the hub, or several with weights: a.jsonl:1,b.jsonl:3")
+        fail(f"--{setting}={text!r}: expected a .jsonl file or a data set of the hub, or several with weights: a.jsonl:1,b.jsonl:3")
     return sources
 
 
@@ -412,7 +412,7 @@ def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed,
     the others wait. val_data None: one in 50 conversations, by the digest of their ids, so that no copy of one is trained on.
     -> train, val: (rows, 2, max_seq_len) uint16, memory-mapped, and the plan: counts of what is in them and what was left out.
     """
-    splits = {"train": parse_mixture(data), **({"val": parse_mixture(val_data)} if val_data else {})}
+    splits = {"train": parse_mixture(data), **({"val": parse_mixture(val_data, "val_data")} if val_data else {})}
     identity = [ROWS_VERSION, tokenizer_name, max_seq_len, pack, seed]
     for split, sources in splits.items():
         for source, weight in sources:
@@ -441,7 +441,7 @@ def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed,
                 order = np.random.default_rng((seed, i)).permutation(len(part))
                 passes = np.concatenate([order] * int(weight) + [order[:round(weight % 1 * len(order))]])
                 if len(part) and not len(passes):
-                    fail(f"--data: {source}:{weight:g}: of its {len(part)} conversations that is none; raise the weight or leave it out")
+                    fail(f"--{'data' if split == 'train' else 'val_data'}: {source}:{weight:g}: of its {len(part)} conversations that is none; raise the weight or leave it out")
                 pairs[split] += [part[j] for j in passes]
         if not pairs["train"] or not pairs["val"]:
             fail(f"--data={data}: {len(pairs['train'])} conversations to train on and {len(pairs['val'])} to validate on, expected "
@@ -828,12 +828,14 @@ if __name__ == "__main__":
     sys.excepthook = explain
 
     # what was asked for
-    if files is not None and "dataset" in given:
-        fail(f"--files={files} and --dataset={dataset}: give one of them")
+    from_python = dataset == "python" and files is None
+    for name in (("dataset", "dataset_config", "dataset_split") if files is not None else
+                 ("dataset_config", "dataset_split", "text_column") if from_python else ()):
+        if name in given:
+            fail(f"--{name}={given[name]} and {'--dataset=python' if from_python else f'--files={files}'}: give one of them")
     if shard_size > 2 ** 31 - 1:
         fail(f"--shard_size={shard_size}: expected at most {2 ** 31 - 1}, the most that a shard's header can say")
     expect_range(config, 1, math.inf, "max_tokens", "val_tokens", "shard_size", "num_threads")
-    from_python = dataset == "python" and files is None
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     get_tokenizer(tokenizer)  # fetched once, before the threads want it
     num_threads = num_threads or count_cpus()
@@ -896,6 +898,8 @@ if __name__ == "__main__":
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fail(f"--data_dir={data_dir}: {type(error).__name__}: {error}")
     done = read_meta(data_dir) if os.path.exists(f"{data_dir}/meta.json") else None
+    if done and not {"documents", "tokens", "exhausted"} <= done.keys():
+        fail(f"--data_dir={data_dir}: its meta.json is not one that this script wrote; remove the folder, or give another")
     if done and sum(os.path.getsize(path) - 4 * HEADER_INTS for path in written) != 2 * done["tokens"]:
         fail(f"--data_dir={data_dir}: its shards do not hold the {done['tokens']} tokens that its meta.json speaks of; remove the folder, or give another")
     held = max(progress["counts"]["tokens"], done["tokens"] if done else 0)
@@ -950,7 +954,7 @@ if __name__ == "__main__":
         from tqdm import tqdm  # comes with datasets
     except ImportError:  # --dataset=python needs neither, and takes seconds
         def tqdm(**_):
-            return closing(SimpleNamespace(update=lambda n: None, close=lambda: None))
+            return nullcontext(SimpleNamespace(update=lambda n: None))
     start, before = time.time(), progress["counts"]["tokens"]
     try:
         with tqdm(total=total, initial=before, unit="tok", unit_scale=True, mininterval=1 if sys.stderr.isatty() else 10) as bar:

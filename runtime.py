@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -57,7 +58,8 @@ def init_process(device):
             fail(f"--device={device}: torchrun gives each rank its own GPU, so give --device=cuda")
         index = int(index or local_rank)
         if index >= count:
-            fail(f"--device=cuda: GPU {index} is wanted, {count} there: start at most {count} ranks on this machine")
+            fail(f"--device={device}: GPU {index} is wanted, and there are {count}: "
+                 + (f"start at most {count} ranks on this machine" if world_size > 1 else f"expected cuda:0 to cuda:{count - 1}"))
         device = f"cuda:{index}"
         torch.cuda.set_device(index)
     if "RANK" in os.environ and kind == "mps":
@@ -146,17 +148,23 @@ def step_seed(seed, step, rank):
 
 
 # dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets; without sparsity
-PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12,
-              "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12,
-              "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12}
+PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+              "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12,
+              "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 191.5e12}  # MI250X: is two devices
+
+
+def data_sheet_flops(device, dtype):
+    """FLOP/s of a GPU by its data sheet; None where PEAK_FLOPS has none for it, and for float32."""
+    if device.type == "cuda" and dtype != "float32":
+        found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (Ti|D|Laptop)\b)", torch.cuda.get_device_name(device))
+        return PEAK_FLOPS[found[1]] if found else None
 
 
 def peak_flops(device, dtype):
-    """FLOP/s of one device at most, for MFU: the data sheet's where it is known and applies, else that of a matmul here."""
-    if device.type == "cuda" and dtype != "float32":
-        for name, flops in PEAK_FLOPS.items():
-            if name in torch.cuda.get_device_name(device):
-                return flops
+    """FLOP/s of one device at most, for MFU: the data sheet's where there is one, else that of a matmul here."""
+    sheet = data_sheet_flops(device, dtype)
+    if sheet:
+        return sheet
     n = 1024 if device.type == "cpu" else 4096
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
     best = math.inf
@@ -183,6 +191,8 @@ def peak_memory_mb(device):
 
 def compiler_problem(device, backend):
     """Why torch.compile cannot work here (no C++ compiler, no Triton, ...), in one line; None where it can."""
+    if backend not in torch._dynamo.list_backends(None):
+        fail(f"--compile_backend={backend}: expected one of {', '.join(torch._dynamo.list_backends(None))}")
     if device.type == "mps":
         return "torch.compile is not ready for MPS"
     try:
@@ -377,6 +387,23 @@ def settle_config(config, given, checkpoint, fixed, per_start):
     return settled
 
 
+def warn_unused(config, given):
+    """Says which of the settings given nothing reads in this run. Not refused: a recipe with another --optimizer is no mistake."""
+    for needs, met, names in (
+            ("--optimizer=muon", config["optimizer"] == "muon", ["muon_lr"]),
+            ("--optimizer=adamw_spam", config["optimizer"] == "adamw_spam", ["spam_interval"]),
+            ("llama blocks", config["arch"] == "llama", ["head_lr", "rope_theta"]),
+            ("--lr_schedule=wsd", config["lr_schedule"] == "wsd", ["wsd_decay_frac"]),
+            ("another --lr_schedule", config["lr_schedule"] != "constant", ["min_lr", "lr_decay_iters"]),
+            ("--sparsity", config["sparsity"], ["prune_by", "prune_scope", "prune_begin", "prune_end", "prune_interval"]),
+            ("--teacher", config["teacher"], ["teacher_weight", "teacher_temperature"]),
+            ("--compile=True", config["compile"], ["compile_mode", "compile_backend"]),
+            ("--eval_tasks", config["eval_tasks"], ["eval_problems", "task_dir"])):
+        for name in names:
+            if name in given and not met:
+                print_once(f"WARNING: --{name}={given[name]} has no effect without {needs}")
+
+
 def print_once(*words):
     """Prints on rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
@@ -491,12 +518,13 @@ def link(path, name):
 
 def set_aside(out_dir):
     """
-    Renames a ckpt.pt that cannot be read, so that the next save does not put it in the place of the whole one before it.
-    Called when a run goes on from ckpt_prev.pt.
+    Renames a ckpt.pt that cannot be read, so that the next save does not put it in the place of the whole one before it, which
+    gets its name. Called when a run goes on from ckpt_prev.pt.
     """
-    path = Path(out_dir) / CHECKPOINTS[0]
+    path, previous = (Path(out_dir) / name for name in CHECKPOINTS)
     if path.exists():
         os.replace(path, path.with_name("ckpt_damaged.pt"))
+    link(previous, path.name)
 
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # what the hub has of theirs
@@ -930,12 +958,12 @@ def read_log(path):
 def plot_logs(paths, picture):
     """
     Draws the runs logged in `paths` over tokens: train and validation loss, learning rate, gradient norm, tokens/s;
-    resumed runs and steps that were skipped are marked. -> the picture's path, or None where matplotlib is not installed.
+    resumed runs and steps that were skipped are marked. -> "drawn in PICTURE", or "not drawn: " and why.
     """
     try:
         import matplotlib
     except ImportError:
-        return None
+        return "not drawn: pip install matplotlib"
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -971,10 +999,10 @@ def plot_logs(paths, picture):
         figure.savefig(temporary, format="png")  # a viewer that refreshes never sees half of it
         os.replace(temporary, picture)
     except OSError as error:  # a full disk is no reason to stop
-        print(f"WARNING: {picture} could not be written: {error}")
-        picture = None
-    plt.close(figure)
-    return picture
+        return f"not drawn: {error}"
+    finally:
+        plt.close(figure)
+    return f"drawn in {picture}"
 
 
 if __name__ == "__main__":
@@ -986,4 +1014,7 @@ if __name__ == "__main__":
     missing = [log for log in logs if not os.path.isfile(log)]
     if missing or not logs:
         fail(f"{missing[0]}: no such file" if missing else "expected the out_dir, or the log.jsonl, of one run or more")
-    print(plot_logs(logs, "runs.png") or "matplotlib is not installed: pip install matplotlib")
+    drawn = plot_logs(logs, "runs.png")
+    if drawn.startswith("not"):
+        fail(f"runs.png: {drawn}")
+    print(drawn)

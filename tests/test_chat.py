@@ -141,9 +141,12 @@ def test_packed_rows_hold_each_conversation_once_or_say_why_not(tmp_path):
     assert plan["train"]["trained"] == sum(token != E for _, y in held for token in y)
 
 
-def test_a_weight_is_passes_an_epoch(tmp_path):
+def test_a_weight_is_passes_an_epoch(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse_mixture("a.jsonl,a.jsonl:2")
+    with pytest.raises(SystemExit):
+        parse_mixture("b.jsonl:-1", "val_data")
+    assert "--val_data=b.jsonl:-1: " in capsys.readouterr().err
     for name in "ab":
         jsonl(tmp_path / f"{name}.jsonl", [turns(f"{name}{i}", "yes") for i in range(20)])
     jsonl(tmp_path / "val.jsonl", [turns("v", "yes")])
@@ -421,6 +424,10 @@ def test_mistakes_are_refused_in_one_line(base, chats, sft, tmp_path):
         assert all(word in line for word in words), line
     jsonl(tmp_path / "one.jsonl", [turns("q", "a")])
     assert "expected at least one of each" in refused("chat_sft.py", *start, f"--data={tmp_path}/one.jsonl")
+    run("chat_sft.py", *(arg for arg in start if not arg.startswith(("--max_iters", "--warmup"))), "--epochs=0.2")
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}/o", f"--chat_dir={tmp_path}/rows", "--epochs=1"]
+    assert "--epochs counts steps" in refused("chat_sft.py", *resume, "--batch_size=1")
+    run("chat_sft.py", *resume, "--batch_size=1", "--gradient_accumulation_steps=4")  # as many rows a step
 
 
 def test_rows_that_are_damaged_are_refused_with_what_to_do(base, chats, tmp_path):

@@ -100,7 +100,7 @@ def test_the_card_has_the_runs_figures_and_what_to_know(exported):
     variant, gpt, folder, output = exported
     card = (folder / "README.md").read_text()
     for words in ("1,234", "2.3456 nats per token, at step 1,200", "480,000", f"{len(gpt.transformer.h)} layers", '"learning_rate": 0.0003',
-                  "spells a special token", CLASSES[variant]):
+                  "spells a special token", "Every document it was trained on begins", CLASSES[variant]):
         assert words in card, words
     n_params = sum(tensor.numel() for tensor in weights(folder).values())
     assert f"{n_params:,} parameters" in card and (variant == "gpt2_mla" or n_params == sum(p.numel() for p in gpt.parameters()))
@@ -430,6 +430,7 @@ def test_nanogpts_checkpoint_opens_as_it_is(bias, prefix, vocab_size, gpt2_vocab
         export(tmp_path, tmp_path / "hf")
         with torch.no_grad():
             assert (AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(idx[None]).logits[0] - expected).abs().max() < 1e-4
+        assert "Every document it was trained on" not in (tmp_path / "hf" / "README.md").read_text()  # nanoGPT's end with it
 
 
 def test_a_gelu_that_there_is_not_is_refused():

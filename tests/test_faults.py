@@ -236,6 +236,31 @@ def test_compiled_and_interrupted_equals_compiled_and_uninterrupted(shards, tmp_
     equals(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_sharded_run_of_muon_interrupted_equals_uninterrupted(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", "--optimizer=muon", "--fsdp=True", "--max_iters=8", "--lr_decay_iters=8"]
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=2)
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=4", ranks=2)
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", "--max_iters=8", ranks=2)
+    assert all(same(load(tmp_path / "whole")[key], load(tmp_path / "parts")[key]) for key in ("model", "optimizer", "rows_seen"))
+
+
+@pytest.mark.parametrize("script, extra", [("train_gpt2.py", ["--optimizer=muon"]), ("train_gpt2.py", ["--fsdp=True"]), ("chat_sft.py", ["--fsdp=True"])])
+def test_a_last_save_that_fails_is_tried_again_by_all_ranks(shards, whole, tmp_path, script, extra):
+    (tmp_path / "two_saves_fail.py").write_text(
+        f"import runpy, runtime, sys, time\nsave, sleep, left = runtime.save_checkpoint, time.sleep, [1, 1]\n"
+        f"runtime.save_checkpoint = lambda *args: False if left and left.pop() else save(*args)\n"
+        f"time.sleep = lambda seconds: sleep(min(seconds, 0.1))\nrunpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n")
+    if script == "chat_sft.py":
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": [
+            {"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": "b"}]}) + "\n" for i in range(9)))
+        args = [f"--init_from={whole}", f"--data={tmp_path}/chats.jsonl", f"--chat_dir={tmp_path}/rows", "--batch_size=1", "--compile=False",
+                "--gradient_accumulation_steps=2", "--dtype=float32", "--device=cpu", "--sample_tokens=0"]
+    else:
+        args = [*ARGS, f"--data_dir={shards}"]
+    output = run(tmp_path / "two_saves_fail.py", *args, *extra, f"--out_dir={tmp_path}/o", "--max_iters=3", ranks=2)
+    assert output.count("trying again in 30 seconds") == 1 and load(tmp_path / "o")["iter_num"] == 3
+
+
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_again_where_they_were(shards, tmp_path):
     args = [*ARGS, f"--data_dir={shards}", "--max_iters=60", "--eval_interval=10"]
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=2)
@@ -280,6 +305,13 @@ def test_a_spike_rolls_back_to_the_last_checkpoint_and_goes_on_past_it(tmp_path)
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/p", "--max_iters=80", "--lr_decay_iters=90")
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/p", "--lr_decay_iters=90")
     assert all(same(load(tmp_path / "o")[key], load(tmp_path / "p")[key]) for key in ("model", "masks"))
+
+
+def test_a_spike_rolls_back_to_a_checkpoint_of_another_precision(tmp_path):
+    args = [*ARGS, f"--data_dir={poisoned(tmp_path / 'data', [65])}", f"--out_dir={tmp_path}/o", "--max_iters=67", "--spike_loss=1.5", "--eval_interval=60"]
+    run("train_gpt2.py", *args, "--max_iters=60", "--lr_decay_iters=67")
+    output = run("train_gpt2.py", *args, "--init_from=resume", "--dtype=float16")
+    assert "back to step 60" in output and load(tmp_path / "o")["iter_num"] == 67
 
 
 def test_adamw_spam_clips_what_noise_brings(tmp_path):
@@ -332,6 +364,9 @@ def test_milestones_and_the_best_are_kept(shards, tmp_path):
     run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--eval_interval=5", "--keep_interval=10")
     assert [load_iter(tmp_path / name) for name in ("ckpt_10.pt", "ckpt_20.pt", "ckpt_best.pt", "ckpt.pt")] == [10, 20, 20, 20]
     assert not (tmp_path / "ckpt_5.pt").exists()
+    (tmp_path / "ckpt_best.pt").unlink()  # as if killed in the evaluation of step 20, which is the best, and does it again
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=22", "--learning_rate=1", "--lr_decay_iters=100")
+    assert [load_iter(tmp_path / name) for name in ("ckpt_best.pt", "ckpt.pt")] == [20, 22]
     assert "expected a multiple" in refused("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--keep_interval=7")
 
 
@@ -343,6 +378,8 @@ def test_a_damaged_checkpoint_never_takes_the_place_of_a_whole_one(shards, tmp_p
     args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}"]
     run("train_gpt2.py", *args)
     (tmp_path / "ckpt.pt").write_bytes(b"PK damaged")
+    assert "nothing left to train" in run("train_gpt2.py", "--init_from=auto", f"--out_dir={tmp_path}", "--max_iters=20")
+    assert load_iter(tmp_path / "ckpt.pt") == 20  # the one before has its name
     run("train_gpt2.py", "--init_from=auto", f"--out_dir={tmp_path}", "--max_iters=21")
     assert (tmp_path / "ckpt_damaged.pt").read_bytes() == b"PK damaged"
     assert load_iter(tmp_path / "ckpt.pt") == 21 and load_iter(tmp_path / "ckpt_prev.pt") in (20, 21)

@@ -64,6 +64,8 @@ def small_gpt(arch, **changes):
 def test_each_group_has_its_own_rate_and_the_schedule_moves_them_all(optimizer):
     gpt = small_gpt("llama")
     groups = new_optimizer(gpt, optimizer, 1e-3, 0.9, 0.95, 0.1, embedding_lr=0.1, head_lr=0.004, muon_lr=0.02)
+    rates = {group["lr"] for group in groups.param_groups}  # the peaks
+    assert rates == {1e-3, 0.1, 0.004} | ({0.02} if optimizer == "muon" else set())
     set_rates(groups, 5e-4, iter_num=50)  # the schedule is at half of its peak
     rate = {id(p): group["lr"] for group in groups.param_groups for p in group["params"]}
     for name, p in gpt.named_parameters():
@@ -92,7 +94,7 @@ def test_muon_is_its_formula_on_hidden_matrices_and_adamw_elsewhere(arch, compil
     gpt, twin = small_gpt(arch), small_gpt(arch)
     optimizer = new_optimizer(gpt, "muon", 1e-3, 0.9, 0.95, 0.1, muon_lr=0.02)
     if compile:
-        optimizer.compile()
+        optimizer.compile("inductor")
     hidden = {name: p for name, p in twin.named_parameters() if p.dim() == 2 and "transformer.h." in name}
     rest = [p for name, p in twin.named_parameters() if name not in hidden]
     adamw = torch.optim.AdamW([{"params": [p for p in rest if p.dim() == 2], "weight_decay": 0.1},

@@ -294,7 +294,7 @@ def test_raised_max_tokens_goes_on(python):
 
 @pytest.mark.parametrize("change", [
     "--max_tokens=537499", "--max_tokens=100000", "--val_tokens=62400", "--shard_size=50001", "--tokenizer=gpt2",
-    "--text_column=x", "--files=a.txt"])
+    "--files=a.txt"])
 def test_other_settings_in_the_same_folder_are_refused(python, change, request):
     if "gpt2" in change:
         request.getfixturevalue("gpt2_vocabulary")
@@ -334,6 +334,8 @@ def test_shards_of_others_are_refused(tmp_path):
     (["--files=d.parquet"], ["--files=d.parquet", "Is a directory"]),
     (["--files=c.parquet.gz"], ["c.parquet.gz", "compressed inside"]),
     (["--files=a.txt", "--dataset=python"], ["a.txt", "python", "one of them"]),
+    (["--files=a.txt", "--dataset_split=test"], ["a.txt", "--dataset_split=test", "one of them"]),
+    (["--dataset=python", "--text_column=body"], ["--dataset=python", "--text_column=body", "one of them"]),
     (["--files=a.txt", "--max_tokens=100", "--val_tokens=100"], ["--max_tokens=100", "--val_tokens=100"]),
     (["--files=a.txt", "--max_tokens=0"], ["--max_tokens=0", "at least 1"]),
     (["--files=a.txt", "--val_tokens=0"], ["--val_tokens=0", "at least 1"]),
@@ -356,6 +358,9 @@ def test_an_earlier_start_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "progress.json").write_text("{")
     assert "--data_dir=out" in refusal(tmp_path, *PYTHON, "--data_dir=out")
+    (tmp_path / "out" / "progress.json").unlink()
+    (tmp_path / "out" / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 384}')
+    assert "meta.json is not one that this script wrote" in refusal(tmp_path, *PYTHON, "--data_dir=out")
 
 
 def test_it_goes_on_from_nothing_that_has_changed(parquet, tmp_path):

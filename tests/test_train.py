@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import runtime
 from configurator import read_config_file
 from conftest import ROOT, TINY, read_log, refused, run, write_shards
 from model import GPT, GPTConfig
@@ -202,7 +203,6 @@ def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, extra, rank
 
 
 def test_a_recompile_is_seen():
-    import runtime
     double = torch.compile(lambda x: 2 * x, dynamic=False, backend="eager")
     before = runtime.graphs_compiled()
     for shape, expected in (((2, 3), 1), ((2, 3), 1), ((2, 4), 2)):
@@ -266,12 +266,26 @@ def test_ready_made_shards_train_without_conversion(gpt2_vocabulary, tmp_path):
     (["--n_layers=3"], ["n_layers", "did you mean --n_layer"]), (["--seed=-1"], ["seed=-1"]), (["--min_lr=1"], ["min_lr=1.0", "0.003"]),
     (["--lr_schedule=wsd", "--warmup_iters=17"], ["warmup_iters=17", "16 steps"]), (["--spam_interval=0"], ["spam_interval=0", "at least 1"]),
     (["--sparsity=1"], ["sparsity=1.0"]), (["--sparsity=0.5", "--prune_end=1"], ["prune_begin=2", "prune_end=1"]),
-    (["--sparsity=0.5", "--fsdp=True"], ["sparsity=0.5", "fsdp=True"]),
+    (["--sparsity=0.5", "--fsdp=True"], ["sparsity=0.5", "fsdp=True"]), (["--lr_schedule=constant", "--warmup_iters=30"], ["warmup_iters=30"]),
+    (["--compile=True", "--compile_backend=fastest"], ["compile_backend=fastest", "inductor"]),
 ])
 def test_mistakes_are_refused_in_one_line(shards, tmp_path, args, words):
     line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", *args)
     assert all(word in line for word in words), line
     assert not (tmp_path / "o" / "ckpt.pt").exists()
+
+
+def test_settings_without_effect_are_named(shards, tmp_path):
+    idle = ["--muon_lr=9", "--spam_interval=3", "--head_lr=0.5", "--rope_theta=77", "--wsd_decay_frac=0.01", "--prune_end=3", "--teacher_weight=1",
+            "--compile_mode=default", "--eval_problems=5"]
+    args = [*TINY, f"--data_dir={shards}", "--max_iters=3"]
+    output = run("train_gpt2.py", *args, *idle, f"--out_dir={tmp_path}/idle")
+    for setting in idle:
+        assert re.search(rf"^WARNING: {setting}(\.0)? has no effect without ", output, re.MULTILINE), setting
+    assert "has no effect" not in run("train_gpt2.py", *args, f"--out_dir={tmp_path}/plain")
+    assert same(load(tmp_path / "idle")["model"], load(tmp_path / "plain")["model"])
+    output = run("train_gpt2.py", *args, f"--out_dir={tmp_path}/pruned", "--sparsity=0.5", "--prune_end=600")
+    assert "the run ends before that, at step 3" in output
 
 
 def test_an_out_dir_that_cannot_be_written_is_found_before_training(shards, tmp_path):
@@ -385,7 +399,6 @@ def test_tokens_in_the_log_are_those_seen_after_another_batch_size(shards, tmp_p
 
 def test_a_checkpoint_that_cannot_be_written_says_so_and_leaves_the_one_before(trained, tmp_path):
     """A full disk, as far as torch.save can tell: an object of the checkpoint that fails half way."""
-    import runtime
     runtime.save_checkpoint(tmp_path, {"weights": torch.zeros(3)})
     assert not runtime.save_checkpoint(tmp_path, {"weights": torch.ones(3), "broken": NoSpace()})
     assert torch.load(tmp_path / "ckpt.pt")["weights"].sum() == 0 and not (tmp_path / "ckpt.pt.tmp").exists()
@@ -415,10 +428,12 @@ def test_runs_are_drawn_together(trained, tmp_path):
     assert "runs.png" in run("runtime.py", trained[0], trained[0] / "log.jsonl", cwd=tmp_path)
     assert (tmp_path / "runs.png").read_bytes()[:4] == b"\x89PNG"
     assert "nowhere: no such file" in refused("runtime.py", "nowhere")
+    (tmp_path / "runs.png").unlink()
+    (tmp_path / "runs.png").mkdir()
+    assert "runs.png: not drawn: " in run("runtime.py", trained[0], cwd=tmp_path, code=2)
 
 
 def test_a_tracker_gets_the_figures_and_cannot_stop_a_run(tmp_path, capsys, monkeypatch):
-    import runtime
     seen = []
     monkeypatch.setattr(runtime, "trackers", [seen.append, lambda figures: 1 / 0])
     for i in (1, 2):
@@ -436,7 +451,6 @@ def test_a_tracker_that_is_not_installed_is_said_and_the_run_goes_on(shards, tmp
 
 
 def test_the_log_is_read_as_curves_without_what_a_resumed_run_left_behind(tmp_path):
-    import runtime
     lines = [dict(iter=i, tokens=100 * i, train_loss=5.0 - i, skipped=int(i >= 3), recompiles=0) for i in (1, 2, 3, 4)]
     lines += [dict(event="resume", iter=2, tokens=200), dict(iter=3, tokens=300, train_loss=2.5, skipped=0, recompiles=0)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iter": 4, "tok')
@@ -474,7 +488,18 @@ def test_bench_refuses_what_it_cannot_time(tmp_path):
     assert "variants=gpt3" in refused("bench.py", "--variants=gpt3")
     assert "holds no train.py" in refused("bench.py", f"--nanogpt={tmp_path}")
     assert "expected all, or some of train" in refused("bench.py", "--what=training")
-    for wrong in ("n_layer=2", "--batch_size=0", "--max_seq_len=²"):
-        assert "expected flags of train_gpt2.py" in refused("bench.py", f"--train_args={wrong}")
+    assert "expected flags of train_gpt2.py" in refused("bench.py", "--train_args=n_layer=2")
+    for wrong in ("--batch_size=0", "--max_seq_len=²"):
+        assert "expected a whole number above 0" in refused("bench.py", f"--train_args={wrong}")
     assert "no setting n_layers" in refused("bench.py", "--what=loss", "--train_args=--n_layers=3")
+    for wrong in ("--train_args=--arch=llama", "--train_args=--dtype=float32", "--chat_args=--max_iters=7", "--chat_args=--data=a.jsonl"):
+        assert f"{wrong}: bench.py gives" in refused("bench.py", wrong)
+
+
+def test_a_peak_is_that_of_the_card(monkeypatch):
+    for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+                        ("NVIDIA L4", 121e12), ("NVIDIA L40", None), ("NVIDIA RTX A4000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert runtime.data_sheet_flops(torch.device("cuda:0"), "bfloat16") == flops, name
+    assert runtime.data_sheet_flops(torch.device("cuda:0"), "float32") is None
     assert "--prep_files=nothing/*.txt: no such file" in refused("bench.py", "--prep_files=nothing/*.txt")
