@@ -1,5 +1,4 @@
 """The schedule against torch's own, and which parameters decay; Muon and SPAM against their formulas."""
-import socket
 
 import pytest
 import torch
@@ -119,10 +118,10 @@ def test_muon_is_its_formula_on_hidden_matrices_and_adamw_elsewhere(arch, compil
             torch.testing.assert_close(p, q)
 
 
-def take_steps(rank, world_size, port, folder):
+def take_steps(rank, world_size, folder):
     """Three Muon steps from gradients that are the same on every rank; rank 0 saves weights and state, before and after a load."""
     if world_size > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     gpt = small_gpt("llama")
     optimizer = new_optimizer(gpt, "muon", 1e-3, 0.9, 0.95, 0.1)
@@ -146,11 +145,8 @@ def take_steps(rank, world_size, port, folder):
 def test_ranks_that_share_out_the_orthogonalising_have_the_update_of_one(tmp_path):
     """From identical gradients, to the last bit, on each rank; the state that is saved is whole; each rank has its share."""
     from test_train import same
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    take_steps(0, 1, port, tmp_path)
-    torch.multiprocessing.spawn(take_steps, (2, port, tmp_path), nprocs=2)
+    take_steps(0, 1, tmp_path)
+    torch.multiprocessing.start_processes(take_steps, (2, tmp_path), nprocs=2, start_method="forkserver")
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1_0", "2_0", "2_1"))
     assert same(one[:2], first[:2]) and same(first, second)
     owners = list(first[2].values())
