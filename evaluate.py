@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import runtime
 from configurator import configure, expect_range, fail
 from model import IGNORE, LOSS_CHUNK
-from prepare_data import Windows, chat_tokens, get_tokenizer, read_meta, render_chat, token_bytes
+from prepare_data import REFUSED, Windows, chat_tokens, encode, get_tokenizer, read_meta, render_chat, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
 # validation loss
@@ -189,7 +189,7 @@ def load_problems(task, tokenizer, stage, task_dir=None, max_problems=None):
     def prompt(text):  # -> ids
         if stage == "chat":
             return render_chat(tokenizer, [{"role": "user", "content": text}])[0] + [chat_tokens(tokenizer)["assistant"]]
-        return [tokenizer.eot_token] + tokenizer.encode_ordinary(f"Question: {text}\nAnswer:")
+        return [tokenizer.eot_token] + encode(tokenizer, f"Question: {text}\nAnswer:").tolist()
 
     problems = []
     for where, row in evenly(read_rows(task, task_dir), max_problems):
@@ -200,22 +200,25 @@ def load_problems(task, tokenizer, stage, task_dir=None, max_problems=None):
         except (TypeError, ValueError, AttributeError) as error:
             fail(f"{where}: not in the schema of {TASKS[task][0]}: {error}")
         problem = {"where": where, "gold": gold}
-        if task == "gsm8k":
-            problem.update(context=prompt(question), choices=[])
-        elif task == "mmlu" and stage == "chat":
-            letters = [chr(ord("A") + i) for i in range(len(choices))]
-            options = "".join(f"{letter}. {choice}\n" for letter, choice in zip(letters, choices))
-            problem.update(context=prompt(f"{question}\n{options}Answer with the letter only."),
-                           choices=[tokenizer.encode_ordinary(letter) for letter in letters])
-        else:
-            # Context and continuation are encoded apart. That is how GPT-2's pre-tokenizer splits the whole, too: it never
-            # joins a space to the letters before it. Only a run of spaces would be split elsewhere, so a context's last
-            # spaces go with the continuation, as in the harness.
-            text = question if task == "hellaswag" else f"Question: {question}\nAnswer:"
-            space = text[len(text.rstrip()):] + " "
-            problem.update(context=[tokenizer.eot_token] + tokenizer.encode_ordinary(text.rstrip()),
-                           choices=[tokenizer.encode_ordinary(space + choice) for choice in choices],
-                           characters=[len(choice) for choice in choices])
+        try:
+            if task == "gsm8k":
+                problem.update(context=prompt(question), choices=[])
+            elif task == "mmlu" and stage == "chat":
+                letters = [chr(ord("A") + i) for i in range(len(choices))]
+                options = "".join(f"{letter}. {choice}\n" for letter, choice in zip(letters, choices))
+                problem.update(context=prompt(f"{question}\n{options}Answer with the letter only."),
+                               choices=[encode(tokenizer, letter).tolist() for letter in letters])
+            else:
+                # Context and continuation are encoded apart. That is how GPT-2's pre-tokenizer splits the whole, too: it never
+                # joins a space to the letters before it. Only a run of spaces would be split elsewhere, so a context's last
+                # spaces go with the continuation, as in the harness.
+                text = question if task == "hellaswag" else f"Question: {question}\nAnswer:"
+                space = text[len(text.rstrip()):] + " "
+                problem.update(context=[tokenizer.eot_token] + encode(tokenizer, text.rstrip()).tolist(),
+                               choices=[encode(tokenizer, space + choice).tolist() for choice in choices],
+                               characters=[len(choice) for choice in choices])
+        except ValueError:
+            fail(f"{where}: {REFUSED}")
         problems.append(problem)
     return problems
 

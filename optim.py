@@ -253,7 +253,8 @@ def prune(model, optimizer, masks, iter_num, sparsity, by, scope, begin, end, in
     Equal scores go in order, so ranks with the same weights have the same masks.
     """
     params = dict(model.named_parameters())
-    if iter_num == end or iter_num > begin and (iter_num - begin) % interval == 0:
+    ready = by == "magnitude" or all(params[name] in optimizer.state for name in masks)  # a first step that was skipped left no moments
+    if ready and (iter_num >= end or iter_num > begin and (iter_num - begin) % interval == 0):
         for names in [list(masks)] if scope == "global" else [[name] for name in masks]:
             pruned = torch.cat([masks[name].flatten() for name in names])
             count = round(sparsity_at(iter_num, sparsity, begin, end) * len(pruned))

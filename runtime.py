@@ -322,11 +322,11 @@ def find_fault(health, iter_num, loss, grad_norm, spike_loss, spike_norm):
     return None
 
 
-def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
+def check_model(model, x_y, optimizer, autocast=nullcontext(), steps=100, from_scratch=True):
     """
     Looks for what keeps a model from learning, on one micro-batch x_y (what model.forward takes), and prints it: the first loss
     against ln(vocabulary), parameters that get no gradient, units of the MLPs that get none, and whether that micro-batch can be
-    learned by heart within `steps` steps. The model and its optimizer are not the same afterwards. -> whether all is well.
+    learned by heart within `steps` steps. autocast: for the forward passes; none for float16, as no loss is scaled here. The model and its optimizer are not the same afterwards. -> whether all is well.
     """
     model.train()
     targets, good = max(int((x_y[1] != IGNORE).sum()), 1), True
@@ -339,7 +339,8 @@ def check_model(model, x_y, optimizer, steps=100, from_scratch=True):
 
     losses, norms = [], {}
     for step in range(steps):
-        loss = model(*x_y) / targets
+        with autocast:  # anew in each step: it keeps the weights it has cast until it is left
+            loss = model(*x_y) / targets
         loss.backward()
         losses.append(loss.item())
         if step == 0 and from_scratch:
@@ -557,7 +558,7 @@ def load_checkpoint(path, merge=True):
             missing = {"model", "model_args", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - set(checkpoint)
             assert not missing, f"it lacks {', '.join(sorted(missing))}"
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
-            assert isinstance(checkpoint["val_loss"], float) and isinstance(checkpoint["iter_num"], int), "its val_loss or iter_num is no number"
+            check_facts(checkpoint)
             if merge:
                 merge_into_base(checkpoint, candidate)
             if merge or "lora" not in checkpoint:
@@ -644,6 +645,14 @@ def in_words(error):
     return words if type(error) in (ValueError, AssertionError) else f"{type(error).__name__}: {words}"
 
 
+def check_facts(checkpoint):
+    """AssertionError where what a checkpoint says of its run is not of the kind that the scripts reckon with."""
+    assert isinstance(checkpoint["val_loss"], float), "its val_loss is no number"
+    assert all(type(checkpoint.get(key, 0)) is int for key in ("iter_num", "val_iter", "rows_seen")), "its iter_num, val_iter or rows_seen is no number"
+    assert isinstance(checkpoint["config"], dict) and type(checkpoint["config"].get("max_seq_len", 0)) is int, "its config is not one"
+    assert checkpoint["stage"] in ("base", "chat"), f"its stage is {checkpoint['stage']!r}"
+
+
 def check_shapes(checkpoint):
     """AssertionError, naming the first tensors, where the weights are not those of the model that model_args describe."""
     args = checkpoint["model_args"]
@@ -676,6 +685,7 @@ def foreign(model, gpt_config, **known):
         model["lm_head.weight"] = model["transformer.wte.weight"]
     checkpoint = {"model": model, "model_args": asdict(gpt_config), "config": {}, "tokenizer": tokenizer, "stage": "base", "iter_num": 0,
                   "val_loss": math.nan, "val_iter": 0, **known}
+    check_facts(checkpoint)
     check_shapes(checkpoint)
     return checkpoint
 

@@ -14,7 +14,7 @@ from typing import Literal, Optional
 
 import runtime
 from configurator import configure, expect_range, fail
-from prepare_data import END_OF_TEXT, chat_tokens, get_tokenizer, render_chat
+from prepare_data import END_OF_TEXT, REFUSED, chat_tokens, encode, get_tokenizer, render_chat
 
 # ---------------------------------------------------------------------------------------------------
 # settings
@@ -58,6 +58,10 @@ autocast = runtime.autocast(compute_device, runtime.pick_dtype(dtype, compute_de
 model, loaded = runtime.load_model(checkpoint, compute_device)
 tokenizer = get_tokenizer(loaded["tokenizer"])
 print(runtime.introduce(checkpoint, loaded, sum(p.numel() for p in model.parameters())))
+try:
+    encode(tokenizer, text), encode(tokenizer, system)
+except ValueError:
+    fail(f"--prompt or --system: {REFUSED}")
 special = chat_tokens(tokenizer)
 stop_ids = [tokenizer.eot_token] + ([*special.values()] if chat else [])
 step = None
@@ -105,19 +109,26 @@ def write(ids, n, seed):
 def answer(messages, turn):
     """
     Prints the model's answer to messages -> the messages from here on: with the answer, and without the oldest turns
-    where all of them are too long. None where the last one alone is, and no answer was given.
+    where all of them are too long. None where the last one alone is, and no answer was given: --prompt fails then.
     """
     positions = model.config.max_seq_len
     start = 1 if messages[0]["role"] == "system" else 0
     forgotten = 0
     while True:
-        ids = render_chat(tokenizer, messages)[0] + [special["assistant"]]
+        try:
+            ids = render_chat(tokenizer, messages)[0] + [special["assistant"]]
+        except ValueError:
+            print(f"(your message is {REFUSED})")
+            return None
         if len(ids) + min(max_new_tokens, positions // 2) <= positions or len(messages) == start + 1:
             break
         messages = messages[:start] + messages[start + 2:]
         forgotten += 1
     if len(ids) >= positions:
-        print(f"(your message makes {len(ids)} tokens, but the model has {positions} positions: say it in fewer words)")
+        too_long = f"makes {len(ids)} tokens, but the model has {positions} positions: say it in fewer words"
+        if one_message:
+            fail(f"--prompt: {too_long}")
+        print(f"(your message {too_long})")
         return None
     if forgotten:
         print("(the oldest turn does not fit any more and is forgotten)" if forgotten == 1 else
@@ -137,8 +148,10 @@ if chat:
         fail(f"--system: makes {len(render_chat(tokenizer, beginning)[0])} tokens, and may take half of the model's "
              f"{model.config.max_seq_len} positions: say it in fewer words")
     messages, turn = list(beginning), 0
-    if text.strip():
-        raise SystemExit(2 if answer(messages + [{"role": "user", "content": text}], 0) is None else 0)
+    one_message = bool(text.strip())
+    if one_message:
+        answer(messages + [{"role": "user", "content": text}], 0)
+        raise SystemExit(0)
     try:
         import readline  # noqa: F401 where it is there, arrow keys work in input()
     except ImportError:
@@ -169,7 +182,7 @@ if chat:
 
 # ---------------------------------------------------------------------------------------------------
 # a text
-ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(text)  # a special token that the prompt spells is text
+ids = [tokenizer.eot_token] + encode(tokenizer, text).tolist()  # a special token that the prompt spells is text
 if len(ids) > model.config.max_seq_len:
     print(f"the prompt has {len(ids)} tokens, the model {model.config.max_seq_len} positions: it reads the last part of the prompt")
 elif len(ids) + max_new_tokens - 1 > model.config.max_seq_len:

@@ -343,6 +343,8 @@ def saved(saving):
 def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
     checkpoint = runtime.load_checkpoint(out_dir)
+    if checkpoint["path"].endswith("_prev.pt") and rank == 0:
+        runtime.set_aside(out_dir)
     runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
     masks.update(new_masks(orig_model, checkpoint, sparsity))
     if scaler.is_enabled() and checkpoint["scaler"]:
@@ -353,8 +355,8 @@ def roll_back():
 
 
 if check_health:
-    with autocast if compute_dtype != "float16" else nullcontext():  # it scales no loss
-        good = runtime.check_model(orig_model, get_batch(0)[:2], optimizer, from_scratch=init_from in ("scratch", "auto") and not resuming)
+    good = runtime.check_model(orig_model, get_batch(0)[:2], optimizer, autocast if compute_dtype != "float16" else nullcontext(),
+                               from_scratch=init_from in ("scratch", "auto") and not resuming)
     raise SystemExit(0 if good else 1)
 
 if teacher_cache:
@@ -393,20 +395,23 @@ if rank == 0:
     runtime.after_interrupt = f": step {iter_num} is saved, nothing since" if resuming else ": nothing is saved yet"
 
 # ---------------------------------------------------------------------------------------------------
-# the graphs of training and evaluation are made now: one that is made later is a recompile
-if compile:
+# the graphs of training and evaluation are made now: one that is made later is a recompile. So is DDP's layout of the gradients, which
+# it settles behind its first backward: where they lie is the order in which three ranks or more sum them, in a resumed run as in any
+if compile or world_size > 1:
     t0 = time.time()
-    runtime.print_once("compiling ...")
+    if compile:
+        runtime.print_once("compiling ...")
     x, y = torch.zeros(2, batch_size, max_seq_len, dtype=torch.int64, device=compute_device).unbind()
     with autocast:
         loss = model(x, y) if not teacher else model(x, y, teacher=from_teacher(x, get_batch(0)[2:]))[0]
         loss.backward()
     optimizer.zero_grad(set_to_none=True)
-    if config["optimizer"] == "muon":
+    if compile and config["optimizer"] == "muon":
         optimizer.compile(compile_backend)
     with torch.no_grad(), autocast:
         compiled.eval()(x, y).item()
     compiled.train()
+if compile:
     runtime.print_once(f"compiled in {time.time() - t0:.0f} s")
     if rank == 0:
         runtime.write_log(out_dir, event="compiled", seconds=time.time() - t0)
@@ -417,7 +422,7 @@ flops = runtime.peak_flops(compute_device, compute_dtype) * world_size
 # the loop; iter_num counts the steps taken
 pool = ThreadPoolExecutor(2)  # reads the next micro-batch while this one is computed, and writes checkpoints
 next_batch = pool.submit(get_batch, rows_seen + rank * batch_size)
-resumed_at, saved_at = iter_num, iter_num
+resumed_at, saved_at = (iter_num, val_iter) if resuming else None, iter_num
 skipped, rollbacks, clipped, steps_taken, recompiles, stopping = 0, 0, 0, 0, 0, False
 runtime.catch_signals()
 loss_sum, parts_sum, steps_summed, seconds, waited, t0 = 0.0, [0.0, 0.0], 0, 0.0, 0.0, time.time()  # since the last line of the log
@@ -529,8 +534,9 @@ while True:
                  + "; try a lower --learning_rate")
         if "spike" in fault and runtime.found_checkpoint(out_dir):
             rollbacks += 1
-            runtime.print_once(f"WARNING: step {iter_num}: {fault}: back to step {saved_at}, and on past these rows")
-            iter_num = roll_back()
+            faulty, iter_num = iter_num, roll_back()
+            saved_at = iter_num
+            runtime.print_once(f"WARNING: step {faulty}: {fault}: back to step {iter_num}, and on past these rows")
             health["calm_until"] = iter_num + 100
             if rank == 0:
                 runtime.write_log(out_dir, event="rollback", iter=iter_num, tokens=rows_seen * max_seq_len)
@@ -573,7 +579,7 @@ while True:
     if stopping:
         break
 
-if iter_num > resumed_at or not resuming:
+if (iter_num, val_iter) != resumed_at:  # there is something new to save
     tries = 20
     while not saved(save()):  # at the end again, with its own validation loss
         tries -= 1
@@ -581,6 +587,8 @@ if iter_num > resumed_at or not resuming:
             fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved")
         runtime.print_once(f"trying again in 30 seconds, {tries} times more")
         time.sleep(30)
+    if rank == 0 and val_iter == iter_num > 0 and val_loss == best_val_loss:
+        runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
 pool.shutdown()
 if stopping:
     runtime.print_once(f"stopped after step {iter_num}, which is saved; {how_to_go_on}")

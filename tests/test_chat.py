@@ -299,8 +299,8 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(base, chats, sft,
 
 
 @pytest.mark.parametrize("extra, ranks", [([], 1), (["--pack=False", "--dropout=0.1"], 1), (["--optimizer=muon", "--compile=True"], 2),
-                                          ([*SPAM, *PRUNED], 1)],
-                         ids=["packed", "unpacked_dropout", "muon_compiled_two_ranks", "spam_pruned"])
+                                          ([*SPAM, *PRUNED], 1), (["--gradient_accumulation_steps=3"], 3)],
+                         ids=["packed", "unpacked_dropout", "muon_compiled_two_ranks", "spam_pruned", "three_ranks"])
 def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra, ranks):
     args = [*SFT, *extra, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows", "--eval_interval=5",
             "--lr_decay_iters=20", "--sample_tokens=0"]
@@ -458,6 +458,7 @@ def test_a_conversation_in_the_terminal(sft):
     first, after_reset = talk("say on\n", "--temperature=0"), talk("say cat\n/reset\nsay on\n", "--temperature=0")
     assert first.split("model: ")[1].split("\n")[0] == after_reset.split("model: ")[2].split("\n")[0]
     assert "say it in fewer words" in talk("x" * 80 + "\n")
+    assert "--prompt: makes 8" in refused("sample.py", f"--checkpoint={sft[0]}/out", "--chat=True", "--prompt=" + "x" * 80)
     assert talk("", "--prompt=say cat", "--system=be brief").count("model: ") == 1
     for args, words in [(["--system=" + "x" * 40, "--chat=True"], "say it in fewer words"), (["--system=be"], "--chat=True"),
                         (["--chat=True", "--num_samples=2"], "answers once")]:

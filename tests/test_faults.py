@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -236,20 +237,54 @@ def test_compiled_and_interrupted_equals_compiled_and_uninterrupted(shards, tmp_
     equals(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_sharded_run_of_muon_interrupted_equals_uninterrupted(shards, tmp_path):
-    args = [*ARGS, f"--data_dir={shards}", "--optimizer=muon", "--fsdp=True", "--max_iters=8", "--lr_decay_iters=8"]
-    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=2)
-    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=4", ranks=2)
-    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", "--max_iters=8", ranks=2)
-    assert all(same(load(tmp_path / "whole")[key], load(tmp_path / "parts")[key]) for key in ("model", "optimizer", "rows_seen"))
+@pytest.mark.parametrize("extra", [[], ["--optimizer=muon"], ["--optimizer=muon", "--fsdp=True"]], ids=["adamw", "muon", "muon_sharded"])
+def test_three_ranks_interrupted_equal_three_uninterrupted(shards, tmp_path, extra):
+    """Of two ranks a sum is the same in any order; of three it is the order in which DDP has laid out the gradients."""
+    args = [*ARGS, *extra, f"--data_dir={shards}", "--gradient_accumulation_steps=3", "--max_iters=8", "--lr_decay_iters=8", "--eval_interval=4"]
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=3)
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/parts", "--max_iters=4", ranks=3)
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/parts", "--max_iters=8", ranks=3)
+    equals(tmp_path / "whole", tmp_path / "parts")
+
+
+def patched(folder, script, patch):
+    """A script that runs another with something of runtime's replaced: what goes wrong there."""
+    (folder / "patched.py").write_text(f"import runpy, runtime, sys, time\n{patch}\nrunpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n")
+    return folder / "patched.py"
+
+
+def test_figures_are_those_of_the_last_evaluation_whatever_it_took(shards, tmp_path):
+    """The last evaluation fails and is done again on resume; the save before it fails; a checkpoint is damaged before a spike."""
+    args = [*ARGS, f"--data_dir={shards}"]
+    fails = ("plot, save, left = runtime.plot_logs, runtime.save_checkpoint, [10, 20]\n"
+             "runtime.save_checkpoint = lambda *args: save(*args) and left.remove(args[1]['iter_num']) is None\n"
+             "def plot_or_fail(paths, picture):\n    if '\"iter\": 20' not in open(paths[0]).read():\n        return plot(paths, picture)\n"
+             "    while left: time.sleep(0.01)\n    raise RuntimeError\nruntime.plot_logs = plot_or_fail")  # once step 20 is saved
+    run(patched(tmp_path, "train_gpt2.py", fails), *args, f"--out_dir={tmp_path}/failed", code=1)
+    assert load(tmp_path / "failed")["val_iter"] == 10
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/failed")
+    second = "save, calls = runtime.save_checkpoint, []\nruntime.save_checkpoint = lambda *args: calls.append(0) or len(calls) != 2 and save(*args)"
+    run(patched(tmp_path, "train_gpt2.py", second), *args, f"--out_dir={tmp_path}/unsaved")
+    for name in ("failed", "unsaved"):
+        last = load(tmp_path / name)
+        assert last["val_iter"] == 20 and last["val_loss"] == last["best_val_loss"] < 4.3 and load_iter(tmp_path / name / "ckpt_best.pt") == 20
+
+
+def test_a_spike_with_the_checkpoint_damaged_goes_back_to_the_one_before(tmp_path):
+    damage = (f"find = runtime.find_fault\ndef damaged_before(health, step, *rest):\n    if step == 72 and not health['calm_until']:\n"
+              f"        open({str(tmp_path / 'o' / 'ckpt.pt')!r}, 'wb').write(b'PK damaged')\n    return find(health, step, *rest)\n"
+              f"runtime.find_fault = damaged_before")
+    output = run(patched(tmp_path, "train_gpt2.py", damage), *ARGS, f"--data_dir={poisoned(tmp_path / 'data', [75])}", "--max_iters=79",
+                 "--spike_loss=1.5", "--keep_interval=10", f"--out_dir={tmp_path}/o")
+    assert "back to step 60, and on past these rows" in output and (tmp_path / "o" / "ckpt_damaged.pt").exists()
+    assert [load_iter(tmp_path / "o" / name) for name in ("ckpt.pt", "ckpt_70.pt")] == [79, 70]  # 70 shared ckpt.pt's bytes, and is saved anew
 
 
 @pytest.mark.parametrize("script, extra", [("train_gpt2.py", ["--optimizer=muon"]), ("train_gpt2.py", ["--fsdp=True"]), ("chat_sft.py", ["--fsdp=True"])])
 def test_a_last_save_that_fails_is_tried_again_by_all_ranks(shards, whole, tmp_path, script, extra):
-    (tmp_path / "two_saves_fail.py").write_text(
-        f"import runpy, runtime, sys, time\nsave, sleep, left = runtime.save_checkpoint, time.sleep, [1, 1]\n"
-        f"runtime.save_checkpoint = lambda *args: False if left and left.pop() else save(*args)\n"
-        f"time.sleep = lambda seconds: sleep(min(seconds, 0.1))\nrunpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n")
+    program = patched(tmp_path, script, "save, sleep, left = runtime.save_checkpoint, time.sleep, [1, 1]\n"
+                      "runtime.save_checkpoint = lambda *args: False if left and left.pop() else save(*args)\n"
+                      "time.sleep = lambda seconds: sleep(min(seconds, 0.1))")
     if script == "chat_sft.py":
         (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": [
             {"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": "b"}]}) + "\n" for i in range(9)))
@@ -257,7 +292,7 @@ def test_a_last_save_that_fails_is_tried_again_by_all_ranks(shards, whole, tmp_p
                 "--gradient_accumulation_steps=2", "--dtype=float32", "--device=cpu", "--sample_tokens=0"]
     else:
         args = [*ARGS, f"--data_dir={shards}"]
-    output = run(tmp_path / "two_saves_fail.py", *args, *extra, f"--out_dir={tmp_path}/o", "--max_iters=3", ranks=2)
+    output = run(program, *args, *extra, f"--out_dir={tmp_path}/o", "--max_iters=3", ranks=2)
     assert output.count("trying again in 30 seconds") == 1 and load(tmp_path / "o")["iter_num"] == 3
 
 
@@ -343,7 +378,7 @@ def test_faults_of_a_step(losses, norms, faults):
     assert found == faults
 
 
-def test_check_health_finds_what_is_wrong_and_nothing_where_nothing_is(shards, tmp_path):
+def test_check_health_finds_what_is_wrong_and_nothing_where_nothing_is(shards, tmp_path, capsys):
     args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--check_health=True"]
     output = run("train_gpt2.py", *args, "--arch=llama", "--embed_norm=True", "--optimizer=muon")
     assert "PROBLEM" not in output and output.count("ok ") == 5, output
@@ -355,6 +390,13 @@ def test_check_health_finds_what_is_wrong_and_nothing_where_nothing_is(shards, t
     gpt.transformer.h[0].mlp.c_proj.weight.data.zero_()  # nothing comes back to the layer before
     x = torch.arange(16).view(2, 8)
     assert not runtime.check_model(gpt, (x, x), torch.optim.AdamW(gpt.parameters()), steps=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=32, max_seq_len=8, vocab_size=384))
+        gpt.transformer.wte.requires_grad_(False).weight.mul_(20)  # only what autocast casts can learn
+        matrices = [p for p in gpt.transformer.h.parameters() if p.dim() == 2]
+        runtime.check_model(gpt, (x, x), torch.optim.AdamW(matrices, lr=1e-2), torch.autocast("cpu", dtype, enabled=dtype != torch.float32))
+        first, last = re.findall(r"its loss went from (.*) to (.*) in", capsys.readouterr().out)[-1]
+        assert float(last) < 0.95 * float(first), dtype
 
 
 # ---------------------------------------------------------------------------------------------------

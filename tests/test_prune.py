@@ -38,6 +38,17 @@ def test_what_is_not_given_is_derived_and_what_cannot_be_is_refused():
         plan_pruning({**SETTINGS, **change, "sparsity": 0.0}, 20)
 
 
+def test_an_end_that_was_not_met_is_made_up_for():
+    """A resumed run whose prune_end lies behind it; first steps that were skipped, so that there are no moments yet."""
+    gpt = small_gpt("gpt2")
+    optimizer, masks = new_optimizer(gpt, "adamw", 1e-3, 0.9, 0.95, 0.1), new_masks(gpt, None, 0.5)
+    plan = dict(sparsity=0.5, scope="layer", begin=0, end=6, interval=100)
+    prune(gpt, optimizer, masks, 6, by="state", **plan)
+    assert sparsity_of(masks) == 0
+    prune(gpt, optimizer, masks, 8, by="magnitude", **plan)
+    assert sparsity_of(masks) == 0.5
+
+
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 @pytest.mark.parametrize("scope", ["layer", "global"])
 @pytest.mark.parametrize("by", ["magnitude", "state"])
