@@ -84,7 +84,6 @@ rounds = rounds or (2 if on_gpu else 3)
 rows = ["nanoGPT"] * (nanogpt is not None) + names
 
 
-
 def flags_for(script, setting, text, ours):
     """The flags of a script that a setting lists -> {name: value}. None of those that bench.py gives it: `ours`, and its own settings."""
     known = re.findall(r"^(\w+): ", (SCRIPTS / script).read_text(encoding="utf-8"), re.M)
@@ -171,6 +170,9 @@ SHORT = "--eval_iters=1", "--sample_tokens=0", "--log_interval=1", "--warmup_ite
 def flags_of(name):
     arch, _, attention = name.partition("+")
     return f"--arch={arch}", f"--attention={attention or 'mha'}"
+
+
+FIRST = [*flags_of(names[0]), *size]  # the first of the variants, where only one is run
 
 
 def write_shards(folder):
@@ -280,22 +282,22 @@ def bench_ddp(folder):
         print("data parallel: left out, it takes two GPUs, or a CPU of two cores", flush=True)
         return
     found = take_turns("ddp", (1, n), lambda ranks: time_steps(
-        folder, "ddp", "train_gpt2.py", *flags_of(names[0]), *size, f"--gradient_accumulation_steps={2 * ranks}", f"--compile={compile}",
+        folder, "ddp", "train_gpt2.py", *FIRST, f"--gradient_accumulation_steps={2 * ranks}", f"--compile={compile}",
         f"--data_dir={folder}", steps=max(2, train_iters // 3), ranks=ranks))
-    print_table(f"data parallel: torchrun train_gpt2.py {' '.join((*flags_of(names[0]), *size))} --compile={compile}; a step is 2 micro-batches on each rank, "
+    print_table(f"data parallel: torchrun train_gpt2.py {' '.join(FIRST)} --compile={compile}; a step is 2 micro-batches on each rank, "
                 f"which has {'a GPU' if on_gpu else 'one thread'}",
                 found, [("tokens/s", "tok_per_sec"), ("ratio", "tok_per_sec", ".2f", 1)], labels={1: "1 rank", n: f"{n} ranks"})
 
 
 # one long run, with its evaluations, samples and checkpoints: speed and memory are to stay what they are
 def bench_soak(folder):
-    command = [sys.executable, SCRIPTS / "train_gpt2.py", *flags_of(names[0]), *size, "--max_iters=1000000000", "--gradient_accumulation_steps=1",
+    command = [sys.executable, SCRIPTS / "train_gpt2.py", *FIRST, "--max_iters=1000000000", "--gradient_accumulation_steps=1",
                "--log_interval=10", "--eval_interval=50", "--eval_iters=4", f"--compile={compile}", f"--dtype={compute_dtype}",
                f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/soak"]
     with open(f"{folder}/soak.txt", "w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as run, ExitStack() as at_end:
         at_end.callback(lambda: (run.terminate(), run.wait()))  # whatever ends this
         begun, seen, before = time.time(), [], (0, 0.0)
-        print(f"soak: train_gpt2.py {' '.join((*flags_of(names[0]), *size))} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
+        print(f"soak: train_gpt2.py {' '.join(FIRST)} for {minutes:g} minutes, evaluated, sampled from and saved every 50 steps\n"
               f"{'minutes':>9}{'step':>9}{'tokens/s':>10}{'per CPU second':>16}{'resident MB':>13}", flush=True)
         while run.poll() is None and time.time() - begun < 60 * minutes:
             time.sleep(3 * minutes)  # twenty lines, however long it is
@@ -331,7 +333,7 @@ def profile_steps(folder):
             profiler.step()
 
     register_optimizer_step_post_hook(after_step)
-    sys.argv = ["train_gpt2.py", *SHORT, *flags_of(names[0]), *size, f"--compile={compile}", f"--max_iters={train_iters}",
+    sys.argv = ["train_gpt2.py", *SHORT, *FIRST, f"--compile={compile}", f"--max_iters={train_iters}",
                 f"--dtype={compute_dtype}", f"--device={device}", f"--data_dir={folder}", f"--out_dir={folder}/out"]
     with torch.profiler.profile(schedule=torch.profiler.schedule(wait=train_iters - 4, warmup=1, active=3, repeat=1)) as profiler:
         runpy.run_path(str(SCRIPTS / "train_gpt2.py"), run_name="__main__")

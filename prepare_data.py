@@ -441,7 +441,8 @@ def chat_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed,
                 order = np.random.default_rng((seed, i)).permutation(len(part))
                 passes = np.concatenate([order] * int(weight) + [order[:round(weight % 1 * len(order))]])
                 if len(part) and not len(passes):
-                    fail(f"--{'data' if split == 'train' else 'val_data'}: {source}:{weight:g}: of its {len(part)} conversations that is none; raise the weight or leave it out")
+                    fail(f"--{'data' if split == 'train' else 'val_data'}: {source}:{weight:g}: of its {len(part)} conversations that is "
+                         f"none; raise the weight or leave it out")
                 pairs[split] += [part[j] for j in passes]
         if not pairs["train"] or not pairs["val"]:
             fail(f"--data={data}: {len(pairs['train'])} conversations to train on and {len(pairs['val'])} to validate on, expected "

@@ -267,11 +267,13 @@ def get_state(model, optimizer, sharded):
                      "param_groups": [{**group, "params": [number[name] for name in group["params"]]} for group in theirs["param_groups"]]}
 
 
-def load_state(model, optimizer, checkpoint, sharded):
+def load_state(model, optimizer, scaler, checkpoint, sharded):
     """
     The reverse of get_state, from a checkpoint that every rank has read. The groups' settings stay those of `optimizer`: on
-    resume they may have changed. What is frozen in the model stays.
+    resume they may have changed. What is frozen in the model stays. The loss scale, too, where there was one: a run may go on in float16.
     """
+    if scaler.is_enabled() and checkpoint["scaler"]:
+        scaler.load_state_dict(checkpoint["scaler"])
     weights, state, groups = checkpoint["model"], checkpoint["optimizer"]["state"], optimizer.param_groups
     if not sharded:
         frozen = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -326,7 +328,8 @@ def check_model(model, x_y, optimizer, autocast=nullcontext(), steps=100, from_s
     """
     Looks for what keeps a model from learning, on one micro-batch x_y (what model.forward takes), and prints it: the first loss
     against ln(vocabulary), parameters that get no gradient, units of the MLPs that get none, and whether that micro-batch can be
-    learned by heart within `steps` steps. autocast: for the forward passes; none for float16, as no loss is scaled here. The model and its optimizer are not the same afterwards. -> whether all is well.
+    learned by heart within `steps` steps. autocast: for the forward passes; none for float16, as no loss is scaled here. The model
+    and its optimizer are not the same afterwards. -> whether all is well.
     """
     model.train()
     targets, good = max(int((x_y[1] != IGNORE).sum()), 1), True
@@ -517,12 +520,15 @@ def link(path, name):
         print(f"WARNING: {name} could not be written: {error}")
 
 
-def set_aside(out_dir):
+def set_aside_damaged(checkpoint):
     """
-    Renames a ckpt.pt that cannot be read, so that the next save does not put it in the place of the whole one before it, which
-    gets its name. Called when a run goes on from ckpt_prev.pt.
+    Where a run goes on from ckpt_prev.pt: renames the ckpt.pt that could not be read, so that the next save does not put it in
+    the place of the whole one before it, which gets its name. Rank 0 does it.
     """
-    path, previous = (Path(out_dir) / name for name in CHECKPOINTS)
+    previous = Path(checkpoint["path"])
+    if previous.name != CHECKPOINTS[1] or int(os.environ.get("RANK", 0)) > 0:
+        return
+    path = previous.with_name(CHECKPOINTS[0])
     if path.exists():
         os.replace(path, path.with_name("ckpt_damaged.pt"))
     link(previous, path.name)

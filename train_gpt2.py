@@ -275,14 +275,11 @@ scaler = torch.amp.GradScaler(compute_device.type, enabled=compute_dtype == "flo
 iter_num, rows_seen, best_val_loss, val_loss, val_iter = 0, 0, math.inf, math.inf, 0
 health = runtime.new_health()
 if resuming:
-    runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
-    if scaler.is_enabled() and checkpoint["scaler"]:
-        scaler.load_state_dict(checkpoint["scaler"])
+    runtime.load_state(orig_model, optimizer, scaler, checkpoint, fsdp)
+    runtime.set_aside_damaged(checkpoint)
     iter_num, rows_seen, best_val_loss, val_loss, val_iter = (
         checkpoint[key] for key in ("iter_num", "rows_seen", "best_val_loss", "val_loss", "val_iter"))
     health.update(checkpoint.get("health", {}))
-    if checkpoint["path"].endswith("_prev.pt") and rank == 0:
-        runtime.set_aside(out_dir)
     if max_iters < iter_num:
         fail(f"--max_iters={max_iters}: the checkpoint in {out_dir} has taken {iter_num} steps already; give more")
 checkpoint = None  # frees its memory
@@ -340,15 +337,18 @@ def saved(saving):
     return bool(done)
 
 
+def keep_best():
+    """Names the checkpoint of the lowest validation loss so far, once it is both saved and evaluated."""
+    if rank == 0 and saved_at == val_iter == iter_num > 0 and val_loss == best_val_loss:
+        runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
+
+
 def roll_back():
     """Takes model and optimizer back to the last checkpoint, but not the data: what comes next are other rows."""
     checkpoint = runtime.load_checkpoint(out_dir)
-    if checkpoint["path"].endswith("_prev.pt") and rank == 0:
-        runtime.set_aside(out_dir)
-    runtime.load_state(orig_model, optimizer, checkpoint, fsdp)
+    runtime.load_state(orig_model, optimizer, scaler, checkpoint, fsdp)
+    runtime.set_aside_damaged(checkpoint)
     masks.update(new_masks(orig_model, checkpoint, sparsity))
-    if scaler.is_enabled() and checkpoint["scaler"]:
-        scaler.load_state_dict(checkpoint["scaler"])
     if learn_temperature:
         log_temperature.data.fill_(checkpoint["teacher"]["log_temperature"])
     return checkpoint["iter_num"]
@@ -456,8 +456,7 @@ while True:
                 runtime.write_log(out_dir, iter=iter_num, tokens=rows_seen * max_seq_len, **figures)
         if saving and saved(saving):
             saved_at = iter_num
-        if rank == 0 and saved_at == iter_num > 0 and val_loss == best_val_loss:
-            runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
+        keep_best()
         if clipped > 0.1 * steps_taken:
             runtime.print_once(f"WARNING: since the last evaluation {clipped} of {steps_taken} gradients were clipped to --grad_clip={grad_clip}")
         clipped = steps_taken = 0
@@ -587,8 +586,8 @@ if (iter_num, val_iter) != resumed_at:  # there is something new to save
             fail(f"--out_dir={out_dir}: the last steps, from {saved_at} to {iter_num}, could not be saved")
         runtime.print_once(f"trying again in 30 seconds, {tries} times more")
         time.sleep(30)
-    if rank == 0 and val_iter == iter_num > 0 and val_loss == best_val_loss:
-        runtime.link(f"{out_dir}/ckpt.pt", "ckpt_best.pt")
+    saved_at = iter_num
+    keep_best()
 pool.shutdown()
 if stopping:
     runtime.print_once(f"stopped after step {iter_num}, which is saved; {how_to_go_on}")
