@@ -4,16 +4,18 @@ Override a script's settings from config files and the command line.
 A script states its settings as annotated globals, one a line, and calls this once below them:
 
     learning_rate: float = 6e-4  # peak, after the warm-up
-    config, given = configure(globals())
+    config, overrides = configure(globals(), extras=("prune",))
 
     $ python script.py config/a.py --learning_rate=3e-4
 
-Config files first, then flags, each in the order given; later wins. The annotation is the check, for
-files and flags alike, and nothing is ever clamped or changed: a value is taken as it is or refused.
-A config file is Python and is run as such: read one before you use it.
+Config files first, then flags, each in the order given; later wins. The annotation is the check, for files and flags
+alike, and nothing is ever clamped or changed: a value is taken as it is or refused. The settings of optional features
+are the annotated globals of extras/NAME.py; they are read from its source, and the file is imported only if it is used.
+A config file is Python and is executed: read one before you use it.
 """
 import ast
 import difflib
+import importlib
 import math
 import os
 import re
@@ -22,71 +24,124 @@ import sys
 import traceback
 import types
 import typing
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+# settings with a range: the type, the least and the greatest value
+Positive = Annotated[int, 1, math.inf]
+NonNegative = Annotated[int, 0, math.inf]
+NonNegativeFloat = Annotated[float, 0, math.inf]
+Fraction = Annotated[float, 0, 1]
+BelowOne = Annotated[float, 0, 0.999999]
+
+EXTRAS = Path(__file__).resolve().parent / "extras"
 
 
 def fail(message, alone=False):
     """
-    End the program for a mistake of its user's: one line on stderr, exit code 2, no traceback. Under torchrun every
-    rank fails alike and one on each machine says so, unless it may be that this one fails `alone`.
+    End the program because of a user's mistake: one line on stderr, exit code 2, no traceback. Under torchrun every rank
+    fails alike and only the first of each machine prints, unless this rank may be the only one to fail (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
-def configure(namespace, argv=None):
+def format_error(error):
+    """An exception as one line of text, with its type unless the message is ours."""
+    text = " ".join(str(error).split())[:300]
+    return text if type(error) in (ValueError, AssertionError) else f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def one_line_errors(where="", advice="", errors=Exception):
+    """Any exception inside ends the program in one line: where it happened (a file, a flag), what it was, what to do."""
+    try:
+        yield
+    except errors as error:
+        fail(": ".join(filter(None, (where, format_error(error)))) + (f"; {advice}" if advice else ""))
+
+
+def configure(namespace, extras=(), argv=None):
     """
     Check and apply the overrides in `argv` (default: the command line) to the annotated globals of a script.
 
-    namespace: the script's globals(); changed in place.
-    Returns (config, given): every setting with its value, and only those that a file or flag set.
-    A mistake ends the program with exit code 2 and one line that names the setting and what it accepts.
+    namespace: the script's globals(); changed in place. extras: names of files in extras/ whose settings are taken too.
+    Returns (config, overrides): every setting with its value, and only those set by a file or flag.
+    A mistake ends the program with exit code 2 and one line that names the setting and what is accepted.
     """
     script = namespace["__file__"]
-    hints = typing.get_type_hints(sys.modules[namespace["__name__"]])
-    settings = {name: hint for name, hint in hints.items() if name in namespace and not name.startswith("_")}
+    hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
+    settings = {name: (hint, namespace[name]) for name, hint in hints.items()
+                if name in namespace and not name.startswith("_")}
+    own = list(settings)
+    for extra in extras:
+        settings |= extra_settings(extra)
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print_help(script, namespace, settings)
+        print_help(script, settings, extras)
         raise SystemExit(0)
 
-    files = [arg for arg in argv if not arg.startswith("-")]
-    flags = [arg for arg in argv if arg.startswith("-")]
-    given = {}
-    for path in files:
-        for name, value in read_config_file(path, script).items():
-            given[name] = check(name, value, settings, script, f"{path}: ")
-    for flag in flags:
+    overrides = {}
+    for path in [arg for arg in argv if not arg.startswith("-")]:
+        for name, value in read_config_file(path).items():
+            overrides[name] = check(name, value, settings, script, f"{path}: ")
+    for flag in [arg for arg in argv if arg.startswith("-")]:
         name, equals, text = flag.removeprefix("--").partition("=")
         if not flag.startswith("--") or not equals:
-            known = flag.lstrip("-") in settings
-            fail(f"{flag!r}: a setting is given as --name=value{'' if known else did_you_mean(flag.lstrip('-'), settings)}")
-        if name not in settings:
-            fail(f"--{name}: no such setting of {os.path.basename(script)}{did_you_mean(name, settings)}; "
-                 f"--help lists them all")
-        given[name] = check(name, parse(text, settings[name]), settings, script, "--")
-    namespace.update(given)
-    return {name: namespace[name] for name in settings}, given
+            hint = "" if flag.lstrip("-") in settings else did_you_mean(flag.lstrip("-"), settings)
+            fail(f"{flag!r}: a setting is given as --name=value{hint}")
+        value = parse(text, settings[name][0]) if name in settings else text
+        overrides[name] = check(name, value, settings, script, "--")
+    namespace.update({name: value for name, value in overrides.items() if name in own})
+    return {name: overrides.get(name, default) for name, (_, default) in settings.items()}, overrides
 
 
-def read_config_file(path, script):
-    """The plain assignments of a config file, as a dict; imports and _names in it are left out."""
+def extra_settings(name):
+    """The settings of extras/NAME.py as {setting: (annotation, default)}, without importing it; {} if it was deleted."""
+    path = EXTRAS / f"{name}.py"
+    if not path.exists():
+        return {}
+    return {node.target.id: (eval(ast.unparse(node.annotation), {**vars(typing), **globals()}),
+                             ast.literal_eval(node.value))
+            for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.AnnAssign)}
+
+
+def load_extra(name, config, *settings):
+    """
+    Import extras/NAME.py and give its settings their values in `config`. Returns the module. Where the file was deleted,
+    the program ends if the feature was asked for, by `settings`; one that is on by default is left out: None.
+    """
+    if not (EXTRAS / f"{name}.py").exists():
+        for setting in settings:
+            fail(f"--{setting}={config[setting]}: needs extras/{name}.py, which is not here")
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"extras/{name}.py is not here: running without it")
+        return None
+    module = importlib.import_module(f"extras.{name}")
+    vars(module).update({key: config[key] for key in extra_settings(name) if key in config})
+    return module
+
+
+def read_config_file(path):
+    """The plain assignments of a config file, as a dict; imports and _names are left out."""
     if not os.path.isfile(path):
         fail(f"{path}: no such config file (a setting is given as --name=value)")
     if not path.endswith(".py"):
-        fail(f"{path}: no config file, its name would end with .py; a setting is given as --name=value")
+        fail(f"{path}: not a config file, its name must end in .py; a setting is given as --name=value")
     try:
         values = runpy.run_path(path)
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = lines[-1] if lines else getattr(error, "lineno", None)  # none of the file's ran: its syntax is wrong
+        line = lines[-1] if lines else getattr(error, "lineno", None)  # a syntax error: none of its lines ran
         fail(f"{path}, line {line}: {type(error).__name__}: {error}")
     return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
 
 def parse(text, hint):
-    """The Python value that a flag's text stands for under an annotation; where it is none, the text itself."""
-    for kind in alternatives(hint):
+    """The Python value that a flag's text stands for under an annotation; if there is none, the text itself."""
+    for kind, _ in alternatives(hint):
         if kind is type(None) and text == "None":
             return None
         if kind is bool and text.lower() in ("true", "false"):
@@ -104,42 +159,41 @@ def parse(text, hint):
 
 
 def check(name, value, settings, script, where):
-    """`value` if the annotation of `name` takes it (an int is fine for a float), else the program ends."""
+    """`value` if the annotation of `name` accepts it (an int is fine for a float), else the program ends."""
     if name not in settings:
-        fail(f"{where}{name}: no such setting of {os.path.basename(script)}{did_you_mean(name, settings)}")
-    for kind in alternatives(settings[name]):
+        fail(f"{where}{name}: no such setting of {os.path.basename(script)}{did_you_mean(name, settings)}; "
+             f"--help lists them all")
+    hint = settings[name][0]
+    for kind, bounds in alternatives(hint):
         if typing.get_origin(kind) is typing.Literal:
             if any(value == c and type(value) is type(c) for c in typing.get_args(kind)):
                 return value
-        elif kind is float:
-            if type(value) in (int, float) and abs(value) <= sys.float_info.max:  # neither nan nor inf
-                return float(value)
-        elif type(value) is kind:  # not isinstance: True is no int here
-            return value
-    close = difflib.get_close_matches(str(value), [str(c) for k in alternatives(settings[name])
-                                                   for c in typing.get_args(k)], n=1)
-    fail(f"{where}{name}={value!r}: expected {accepted(settings[name])}, got {type(value).__name__} {value!r}"
+        elif type(value) is kind or kind is float and type(value) is int:  # not isinstance: True is no int here
+            if kind is float and not abs(value) <= sys.float_info.max:  # nan and inf
+                continue
+            if bounds and not bounds[0] <= value <= bounds[1]:
+                low, high = bounds
+                fail(f"{where}{name}={value}: expected "
+                     + (f"at least {low}" if high == math.inf else f"a number from {low} to {high}"))
+            return kind(value) if kind is float else value
+    close = difflib.get_close_matches(str(value), [str(c) for kind, _ in alternatives(hint)
+                                                   for c in typing.get_args(kind)], n=1)
+    fail(f"{where}{name}={value!r}: expected {accepted(hint)}, got {type(value).__name__} {value!r}"
          + (f"; did you mean {close[0]!r}?" if close else ""))
 
 
-def expect_range(config, low, high, *names):
-    """Ends the program, as configure does, where one of these settings is neither None nor from low to high (math.inf: no end)."""
-    for name in names:
-        if config[name] is not None and not low <= config[name] <= high:
-            fail(f"--{name}={config[name]}: expected {f'at least {low}' if high == math.inf else f'a number from {low} to {high}'}")
-
-
 def alternatives(hint):
-    """The members of an Optional or a Union, else the annotation alone."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    """The members of an Optional or a Union, or the annotation alone: a list of (type, range or None)."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return [(kind.__origin__, kind.__metadata__) if typing.get_origin(kind) is Annotated else (kind, None)
+            for kind in kinds]
 
 
 def accepted(hint):
-    """An annotation in words: 'a finite float', "one of 'a', 'b'", 'True or False', 'None'."""
-    words = {int: "an int", float: "a finite float", bool: "True or False", str: "a string", type(None): "None"}
-    parts = [words.get(kind) or "one of " + ", ".join(repr(c) for c in typing.get_args(kind))
-             for kind in alternatives(hint)]
-    return " or ".join(parts)
+    """An annotation as text: 'a finite float', "one of 'a', 'b'", 'True or False', 'None'."""
+    names = {int: "an int", float: "a finite float", bool: "True or False", str: "a string", type(None): "None"}
+    return " or ".join(names.get(kind) or "one of " + ", ".join(map(repr, typing.get_args(kind)))
+                       for kind, _ in alternatives(hint))
 
 
 def did_you_mean(name, settings):
@@ -147,13 +201,19 @@ def did_you_mean(name, settings):
     return f"; did you mean --{close[0]}?" if close else ""
 
 
-def print_help(script, namespace, settings):
-    """Every setting with its default and its comment, as they stand in the script, under its docstring."""
+def print_help(script, settings, extras):
+    """Every setting with its default and its comment, as in the script, under its docstring; then those of extras/."""
     source = open(script, encoding="utf-8").read()
-    comments = dict(re.findall(r"^ *(\w+):[^=\n]+=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE))
     lines = [(ast.get_docstring(ast.parse(source)) or "").strip(), "", "settings (--name=value, or in a config file):"]
-    for name, hint in settings.items():
-        lines.append(f"  --{name}={namespace[name]}".ljust(44) + (comments.get(name) or ""))
-        if len(alternatives(hint)) > 1 or typing.get_origin(hint) is typing.Literal:
-            lines.append(" " * 44 + accepted(hint))
-    print("\n".join(lines))  # in one go: `| head` may close the pipe behind it
+    for path in [script, *(EXTRAS / f"{extra}.py" for extra in extras if (EXTRAS / f"{extra}.py").exists())]:
+        source = open(path, encoding="utf-8").read()
+        found = re.findall(r"^ *(\w+):[^=\n]+=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE)
+        names = [(name, comment) for name, comment in found if name in settings]
+        if path != script and names:
+            lines += ["", f"extras/{path.name}: {ast.get_docstring(ast.parse(source)).splitlines()[0]}"]
+        for name, comment in names:
+            hint, default = settings[name]
+            lines.append(f"  --{name}={default}".ljust(44) + comment)
+            if len(alternatives(hint)) > 1 or typing.get_origin(hint) is typing.Literal:
+                lines.append(" " * 44 + accepted(hint))
+    print("\n".join(lines))  # in one go: `| head` may close the pipe

@@ -1,0 +1,176 @@
+"""Token shards -> batches, in an order that a row's number alone determines."""
+import functools
+import glob
+import hashlib
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from configurator import fail
+from model import IGNORE
+from shards import read_meta, read_shard
+from tokenizer import get_tokenizer, padded_vocab_size
+
+
+def to_device(array, device):
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class TokenDataset:
+    """
+    The shards of one split as rows of max_seq_len inputs and their targets. Row i of a shard is tokens [i T, (i + 1) T], so
+    every token but a shard's first is a target once; the last tokens of a shard, fewer than a row, are left out and counted
+    in dropped_tokens.
+    """
+
+    def __init__(self, data_dir, split, max_seq_len):
+        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
+        if not paths:
+            source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
+                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} --data_dir={data_dir}")
+        self.data_dir, self.max_seq_len, self.meta = data_dir, max_seq_len, read_meta(data_dir)
+        self.tokenizer = get_tokenizer(self.meta["tokenizer"])
+        if self.meta["vocab_size"] != padded_vocab_size(self.tokenizer):
+            fail(f"{data_dir}/meta.json: vocab_size {self.meta['vocab_size']} is not that of its tokenizer, "
+                 f"{padded_vocab_size(self.tokenizer)} for {self.meta['tokenizer']}")
+        self.shards = [read_shard(path) for path in paths]
+        self.ends = np.cumsum([(len(shard) - 1) // max_seq_len for shard in self.shards])  # rows up to each shard's end
+        self.tokens = sum(len(shard) for shard in self.shards)
+        self.dropped_tokens = self.tokens - len(self) * max_seq_len
+        if len(self) == 0:
+            fail(f"max_seq_len={max_seq_len}: longer than every {split} shard in {data_dir} (the longest has "
+                 f"{max(map(len, self.shards))} tokens); lower it, or prepare more data"
+                 f"{' or a larger --val_tokens' if split == 'val' else ''}")
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    @functools.cached_property
+    def fingerprint(self):
+        """Identifies the shards: a digest of each one's length, first and last thousand tokens."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(len(shard).to_bytes(8, "little") + shard[:1000].tobytes() + shard[-1000:].tobytes())
+        return digest.hexdigest()
+
+    def __getitem__(self, indices):
+        """indices (B,) -> idx, targets (B, max_seq_len) int64: tokens, and the token after each."""
+        T, rows = self.max_seq_len, []
+        for i in indices:
+            shard = int(np.searchsorted(self.ends, i, side="right"))
+            start = (int(i) - (int(self.ends[shard - 1]) if shard else 0)) * T
+            rows.append(self.shards[shard][start:start + T + 1])
+        rows = np.stack(rows)  # (B, T + 1)
+        if rows.max() >= self.meta["vocab_size"]:
+            fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
+                 f"{self.meta['tokenizer']}, ends at {self.meta['vocab_size'] - 1}: its shards come from another "
+                 f"tokenizer, or are damaged", alone=True)
+        # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
+        return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
+
+    def get_batch(self, indices, device):
+        """What GPT.forward takes, on `device`."""
+        idx, targets = self[indices]
+        return {"idx": to_device(idx, device), "targets": to_device(targets, device)}
+
+
+@functools.lru_cache(maxsize=2)  # a step may reach into the next epoch
+def epoch_permutation(n, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(n).astype(np.int64 if n > 2 ** 31 else np.int32)
+
+
+def sample_indices(rows, n, seed):
+    """Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n: rows_seen is all that a resumed run has to know."""
+    return np.array([epoch_permutation(n, seed, int(g) // n)[int(g) % n] for g in rows])
+
+
+class BatchLoader:
+    """
+    The training batches of one rank, without end, read ahead by a thread. Micro-batch m of rank r is number
+    m * world_size + r of the run, so any number of ranks sees the same rows.
+
+    sources: each maps indices to arrays that join the batch, and is read ahead too; transforms: each maps a batch to
+    tensors that join it, when it is taken.
+    """
+
+    def __init__(self, dataset, batch_size, seed, rank, world_size, device):
+        self.dataset, self.batch_size, self.seed, self.device = dataset, batch_size, seed, device
+        self.rank, self.world_size = rank, world_size
+        self.sources, self.transforms = [], []
+        self.rows_seen, self.wait_seconds = 0, 0.0
+        self.pool, self.next_batch = ThreadPoolExecutor(1), None
+
+    def indices(self, first, n):
+        """Samples of the n rows of the run from row `first` on."""
+        return sample_indices(range(first, first + n), len(self.dataset), self.seed)
+
+    def read(self, rows_seen):
+        indices = self.indices(rows_seen + self.rank * self.batch_size, self.batch_size)
+        batch = self.dataset.get_batch(indices, self.device)
+        for source in self.sources:
+            batch |= {name: to_device(array, self.device) for name, array in source[indices].items()}
+        return batch
+
+    def transform(self, batch):
+        for transform in self.transforms:
+            batch |= transform(batch)
+        return batch
+
+    def __next__(self):
+        start = time.perf_counter()
+        batch = (self.next_batch or self.pool.submit(self.read, self.rows_seen)).result()
+        self.wait_seconds += time.perf_counter() - start
+        self.rows_seen += self.batch_size * self.world_size
+        self.next_batch = self.pool.submit(self.read, self.rows_seen)
+        return self.transform(batch)
+
+    def peek(self):
+        """The next batch, without taking it."""
+        return self.transform(self.read(self.rows_seen))
+
+    @property
+    def tokens(self):
+        return self.rows_seen * self.dataset.max_seq_len
+
+    def state_dict(self):
+        return self.rows_seen
+
+    def load_state_dict(self, rows_seen):
+        self.rows_seen, self.next_batch = rows_seen, None
+
+
+@torch.no_grad()
+def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank=0, world_size=1, progress=None):
+    """
+    Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the targets'
+    text: the same rows at every call, shared among the ranks, with the result of one rank.
+
+    model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
+    token_bytes: (V,) from tokenizer.token_bytes. progress(done, total) is called after each batch.
+    """
+    was_training = model.training
+    model.eval()
+    n_rows, token_bytes = min(len(dataset), eval_iters * batch_size), torch.from_numpy(token_bytes)
+    totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
+    for first in range(0, n_rows, world_size * batch_size):  # as often on each rank: FSDP runs all of them together
+        rows = torch.arange(batch_size) + first + rank * batch_size
+        batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
+        batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)
+        targets = batch["targets"][batch["targets"] != IGNORE].cpu()
+        totals += torch.tensor([model(**batch).item(), len(targets), token_bytes[targets].sum()], dtype=torch.float64)
+        if progress:
+            progress(first + world_size * batch_size, n_rows)
+    model.train(was_training)
+    if world_size > 1:
+        totals = totals.to(device)
+        dist.all_reduce(totals)
+    nats, targets, n_bytes = totals.tolist()
+    return nats / max(targets, 1), nats / math.log(2) / max(n_bytes, 1)

@@ -1,0 +1,96 @@
+"""
+Gradual magnitude pruning (Zhu & Gupta 2017, arXiv 1710.01878): sparsity rises along a cubic ramp during training.
+
+What goes has the lowest score: |w|, or |w| v^(1/4) with AdamW's second moment v, so a weight whose gradients are small,
+too, goes first. A pruned weight stays zero and gets no gradient; in the paper it keeps its value behind the mask.
+"""
+from typing import Literal, Optional
+
+import torch
+
+from configurator import NonNegative, Positive, fail
+from optim import param_group_of
+from runtime import print0
+
+prune_by: Literal["magnitude", "state"] = "magnitude"  # |w|, or |w| v^(1/4)
+prune_scope: Literal["layer", "global"] = "layer"  # the share of each matrix, or of all together
+prune_begin: Optional[NonNegative] = None  # step at which sparsity begins to rise; None: a tenth of max_iters
+prune_end: Optional[Positive] = None  # step at which it is reached; None: three quarters of max_iters
+prune_interval: Optional[Positive] = None  # steps between prunings; None: a hundredth of the ramp
+
+
+class Pruner:
+    """
+    Masks of a model's hidden matrices: a gradient hook, an optimizer step post-hook, and the entry "masks" of a checkpoint,
+    {name: bool tensor, True where a weight is pruned}. A run that starts from pruned weights keeps their masks.
+    """
+
+    def __init__(self, model, optimizer, config, max_iters, checkpoint=None):
+        self.optimizer, self.sparsity, self.step = optimizer, config["sparsity"], 0
+        # begin when weights have left their initialisation, end while the rate is high enough to make up for it
+        self.begin = max_iters // 10 if prune_begin is None else prune_begin
+        self.end = max(1, 3 * max_iters // 4) if prune_end is None else prune_end
+        self.interval = prune_interval or max(1, (self.end - self.begin) // 100)
+        if self.begin > self.end:
+            fail(f"--prune_begin={self.begin}: after --prune_end={self.end}; give both")
+        if prune_by == "state" and config["optimizer"] == "muon":
+            fail("--prune_by=state: --optimizer=muon has no second moments of the hidden matrices; expected magnitude")
+        if config["fsdp"] or config.get("lora_rank"):
+            fail(f"--sparsity={self.sparsity}: not with --fsdp=True, where no rank has a whole matrix to sort, nor with "
+                 f"--lora_rank, which freezes the matrices")
+        self.params = {name: p for name, p in model.named_parameters() if param_group_of(name, p) == "matrices"}
+        self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.params.items()}
+        if checkpoint and "masks" in checkpoint:
+            self.load_state_dict(checkpoint["masks"])
+            rounding = len(self.masks) / sum(mask.numel() for mask in self.masks.values())
+            if self.metrics()["sparsity"] > self.sparsity + rounding:
+                fail(f"--sparsity={self.sparsity}: {self.metrics()['sparsity']:.4f} of this model's weights are pruned "
+                     f"already; give at least that")
+        optimizer.register_step_post_hook(lambda *_: self.prune())
+        print0(f"pruning: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval}, by {prune_by}, "
+               f"{prune_scope}" + (f"; the run ends before that, at step {max_iters}" if max_iters < self.end else ""))
+
+    def mask_gradients(self, iter_num):
+        """Zeros the gradients of pruned weights, so that they count in no norm and no momentum."""
+        self.step = iter_num + 1
+        for name, mask in self.masks.items():
+            self.params[name].grad.masked_fill_(mask, 0.0)
+
+    def sparsity_at(self, step):
+        """The share of weights to be pruned after `step` steps."""
+        progress = min(1.0, max(0.0, (step - self.begin) / max(self.end - self.begin, 1))) if step < self.end else 1.0
+        return self.sparsity * (1 - (1 - progress) ** 3)
+
+    def score(self, name):
+        p = self.params[name]
+        return p.abs() if prune_by == "magnitude" else p.abs() * self.optimizer.state[p]["exp_avg_sq"] ** 0.25
+
+    @torch.no_grad()
+    def prune(self):
+        """
+        Updates the masks if it is time, and zeros the pruned weights: round(sparsity n) of each matrix, or of all together,
+        which then differ in sparsity. Equal scores go in order, so ranks with the same weights have the same masks.
+        """
+        if self.step >= self.end or self.step > self.begin and (self.step - self.begin) % self.interval == 0:
+            for names in [list(self.masks)] if prune_scope == "global" else [[name] for name in self.masks]:
+                pruned = torch.cat([self.masks[name].flatten() for name in names])
+                count = round(self.sparsity_at(self.step) * len(pruned))
+                if count > pruned.sum():
+                    score = torch.cat([self.score(name).flatten() for name in names])
+                    score[pruned] = -1
+                    pruned[score.argsort(stable=True)[:count]] = True
+                    for name, part in zip(names, pruned.split([self.masks[name].numel() for name in names])):
+                        self.masks[name].copy_(part.view_as(self.masks[name]))
+        for name, mask in self.masks.items():
+            self.params[name].masked_fill_(mask, 0.0)
+
+    def metrics(self):
+        masks = self.masks.values()
+        return {"sparsity": sum(mask.sum().item() for mask in masks) / sum(mask.numel() for mask in masks)}
+
+    def state_dict(self):
+        return self.masks
+
+    def load_state_dict(self, masks):
+        for name, mask in masks.items():
+            self.masks[name].copy_(mask)

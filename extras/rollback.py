@@ -1,0 +1,86 @@
+"""
+Rolls a run back to its last checkpoint when the loss or the gradient norm spikes, and goes on with fresh data.
+
+Also ends a run after max_faults consecutive anomalies, skipped steps among them.
+"""
+import math
+
+from checkpoint import has_checkpoint
+from configurator import Fraction, Positive, fail
+from runtime import print0
+
+rollback_lr: Fraction = 1.0  # factor on the learning rate for the 100 steps after a rollback
+max_faults: Positive = 5  # abort after this many consecutive anomalies
+
+
+class SpikeGuard:
+    """Its state is the entry "health" of a checkpoint: moving averages, and how long ago the last anomaly was."""
+
+    def __init__(self, config, optimizer, scaler):
+        self.limits = {"loss": config["spike_loss"], "norm": config["spike_norm"]}
+        self.out_dir, self.optimizer, self.scaler, self.rollbacks = config["out_dir"], optimizer, scaler, 0
+        self.stats = {"loss": 0.0, "norm": 0.0, "steps": 0, "faults": 0, "fault_at": -1, "calm_until": 0}
+
+    def detect_spike(self, iter_num, loss, grad_norm):
+        """
+        Describes the anomaly of a step, or returns None. A loss (nats per target) or gradient norm is one if it is not
+        finite, or over spike_loss or spike_norm times its moving average over about 100 steps, from the 50th on. Counts
+        anomalies until a good step beyond the last: a run that is rolled back and fails at the same place makes no
+        progress. An overflow under float16 is none: the loss scale finds its range that way.
+        """
+        stats, anomaly = self.stats, None
+        overflow = self.scaler.is_enabled() and not math.isfinite(grad_norm)
+        values = {"loss": loss} if overflow else {"loss": loss, "norm": grad_norm}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                anomaly = f"its {name} is not finite"
+            elif self.limits[name] and stats["steps"] >= 50 and value > self.limits[name] * stats[name]:
+                anomaly = (f"its {name}, {value:.4g}, is a spike: over {self.limits[name]:g} times its average, "
+                           f"{stats[name]:.4g}")
+        if anomaly:
+            stats["faults"] += 1
+            stats["fault_at"] = max(iter_num, stats["fault_at"])
+            return anomaly
+        stats["steps"] += 1
+        for name, value in values.items():
+            stats[name] += (value - stats[name]) / min(stats["steps"], 100)
+        if iter_num > stats["fault_at"]:
+            stats["faults"] = 0
+        return None
+
+    def is_spike(self, iter_num, loss, grad_norm):
+        """Whether the step is to be taken back; one that is merely not finite is the loop's to skip."""
+        self.anomaly = self.detect_spike(iter_num, loss, grad_norm)
+        if self.anomaly and self.stats["faults"] >= max_faults:
+            fail(f"step {iter_num}: {self.anomaly}, the {self.stats['faults']}th anomaly in a row: stopped. "
+                 + (f"The last good checkpoint is in {self.out_dir}" if has_checkpoint(self.out_dir) else "Nothing is saved")
+                 + "; try a lower --learning_rate")
+        return self.anomaly is not None and "spike" in self.anomaly
+
+    def recover(self, iter_num, checkpointer, log):
+        """Restores the last checkpoint, or skips the step if there is none. Returns the next iter_num. Data moves on."""
+        if not has_checkpoint(self.out_dir):
+            log.skipped += 1
+            print0(f"WARNING: step {iter_num}: {self.anomaly}: it is skipped, {log.skipped} so far")
+            return iter_num + 1
+        restored = checkpointer.restore(skip=("rows_seen", "health"))
+        print0(f"WARNING: step {iter_num}: {self.anomaly}: rolled back to step {restored}; the data moves on")
+        self.stats["calm_until"] = restored + 100
+        self.rollbacks += 1
+        log(restored, event="rollback")
+        return restored
+
+    def scale_lr(self, iter_num):
+        """A gradient hook."""
+        if iter_num < self.stats["calm_until"]:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= rollback_lr
+
+    def metrics(self):
+        return {"rollbacks": self.rollbacks}
+
+    def state_dict(self):
+        return dict(self.stats)
+
+    def load_state_dict(self, stats):
+        self.stats.update(stats)

@@ -1,0 +1,47 @@
+"""
+The format of token shards: 256 int32 (magic, version, number of tokens, zeros), then uint16 tokens. It is the layout
+of llm.c and modded-nanogpt, so their ready-made FineWeb shards train here, and ours there. A folder holds
+{train,val}_000000.bin, ..., and meta.json. This file does without torch, so that prepare_data.py starts at once.
+"""
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from configurator import fail, one_line_errors
+
+HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+
+
+def shard_header(n_tokens):
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    header[:3] = MAGIC, VERSION, n_tokens
+    return header.tobytes()
+
+
+def read_shard(path):
+    """The tokens of a shard, memory-mapped: (n,) uint16. Anything but a whole shard ends the program in one line."""
+    with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
+        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+        if len(header) < HEADER_INTS or header[0] != MAGIC:
+            raise ValueError(f"not a token shard ({os.path.getsize(path)} bytes, it does not begin with {MAGIC})")
+        if header[1] != VERSION:
+            raise ValueError(f"shard version {header[1]}, expected {VERSION}")
+        n, size = int(header[2]), os.path.getsize(path)
+        if n < 1 or size != 4 * HEADER_INTS + 2 * n:
+            raise ValueError(f"damaged shard: its header says {n} tokens, {4 * HEADER_INTS + 2 * n} bytes, but it has "
+                             f"{size} bytes")
+        return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS, shape=(n,))
+
+
+def read_meta(data_dir):
+    """meta.json of a folder of shards, a dict with at least tokenizer and vocab_size. Without it they are gpt2's."""
+    path = Path(data_dir) / "meta.json"
+    if not path.exists():
+        if (path.parent / "progress.json").exists():
+            fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
+        return {"tokenizer": "gpt2", "vocab_size": 50304}
+    with one_line_errors(path, "run prepare_data.py again"):
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        return {**meta, "tokenizer": str(meta["tokenizer"]), "vocab_size": int(meta["vocab_size"])}

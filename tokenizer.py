@@ -1,0 +1,99 @@
+"""
+Tokenizers with tiktoken's interface, gpt2 and bytes, and the chat format:
+
+    <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
+
+<|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded vocabulary.
+A special token that somebody types is text.
+"""
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from configurator import fail
+
+END_OF_TEXT = "<|endoftext|>"
+ROLES = ("system", "user", "assistant")
+REFUSED = "refused by tiktoken, like about a million consecutive spaces"
+
+
+@functools.cache
+def get_tokenizer(name):
+    """
+    The tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken fetches gpt2's vocabulary
+    (1.5 MB) once; it is kept in data/tiktoken beside this file, unless TIKTOKEN_CACHE_DIR names another folder.
+    """
+    if name == "bytes":
+        return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
+                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+    if name != "gpt2":
+        fail(f"tokenizer={name!r}: expected 'gpt2' or 'bytes'")
+    if "DATA_GYM_CACHE_DIR" not in os.environ:
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data" / "tiktoken"))
+    try:
+        return tiktoken.get_encoding(name)
+    except Exception as error:  # whatever the network raises
+        fail(f"tokenizer='gpt2': its vocabulary could not be fetched ({type(error).__name__}) and is not in "
+             f"{os.environ.get('TIKTOKEN_CACHE_DIR')}; point TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the "
+             f"data with --tokenizer=bytes, which needs none")
+
+
+def encode(tokenizer, text):
+    """
+    Ids of a text, (n,) uint32: tiktoken's encode_ordinary without the Python list. As there, half a surrogate pair becomes
+    U+FFFD; about a million consecutive spaces raise ValueError (encode_ordinary would panic).
+    """
+    try:
+        return tokenizer.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        return encode(tokenizer, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+def padded_vocab_size(tokenizer):
+    """The tokenizer's ids and the four chat tokens, up to a multiple of 128 (gpt2: 50304, bytes: 384)."""
+    return -(-(tokenizer.n_vocab + 4) // 128) * 128
+
+
+def token_bytes(tokenizer):
+    """Bytes of text per id, 0 for special tokens and padding: (padded vocabulary,) int64."""
+    sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
+    special = {tokenizer.encode_single_token(token) for token in tokenizer.special_tokens_set}
+    for i in range(tokenizer.n_vocab):
+        sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
+    return sizes
+
+
+def chat_tokens(tokenizer):
+    """{"system": id, "user": id, "assistant": id, "end": id}"""
+    return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
+
+
+def render_chat(tokenizer, messages):
+    """
+    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...] -> (ids, trained), two lists of equal length.
+    trained: whether the model learns to write that id: assistant content and its <|end|>.
+    A prompt for an answer is ids + [chat_tokens(tokenizer)["assistant"]].
+    """
+    special = chat_tokens(tokenizer)
+    ids, trained = [tokenizer.eot_token], [False]
+    for message in messages:
+        content = encode(tokenizer, message["content"]).tolist()
+        ids += [special[message["role"]], *content, special["end"]]
+        trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
+    return ids, trained
+
+
+def decode_chat(tokenizer, ids):
+    """The text of ids, with the chat tokens spelled out."""
+    names = {i: f"<|{name}|>".encode() for name, i in chat_tokens(tokenizer).items()}
+    pieces = [names.get(i) or (tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else b"<|padding|>")
+              for i in ids]
+    return b"".join(pieces).decode("utf-8", errors="replace")
+
+
+def sanitize(text):
+    """Model output without the control characters that would upset a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
