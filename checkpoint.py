@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout  # torch brings it
+from filelock import FileLock  # torch brings it
 
 import runtime
 from configurator import fail, format_error, load_extra, one_line_errors
@@ -58,9 +58,8 @@ def load_checkpoint(path, merge=True):
             if "block_size" in checkpoint["model_args"]:
                 from export_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
-            missing = {"model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - checkpoint.keys()
-            if missing:
-                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+            for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
+                checkpoint[key]
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = format_error(error)
@@ -254,15 +253,14 @@ class Checkpointer:
     """
 
     def __init__(self, out_dir, state, facts, resuming):
-        self.out_dir, self.state, self.facts = out_dir, state, facts
-        self.val_loss, self.val_iter, self.best_val_loss = math.inf, 0, math.inf
-        self.saved_iter, self.on_disk = 0, None  # on_disk: (iter_num, val_iter) of ckpt.pt
-        self.pool, self.pending, self.saving = ThreadPoolExecutor(1), None, None
-        self.device = next(state["model"].parameters()).device
         config, folder = facts["config"], Path(out_dir)
-        if config["keep_interval"] % config["eval_interval"]:
-            fail(f"--keep_interval={config['keep_interval']}: checkpoints are saved every "
-                 f"--eval_interval={config['eval_interval']} steps: expected a multiple of it")
+        self.out_dir, self.state, self.keep_interval = out_dir, state, config["keep_interval"]
+        self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
+        self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt
+        self.pool, self.pending = ThreadPoolExecutor(1), None
+        if self.keep_interval % config["eval_interval"]:
+            fail(f"--keep_interval={self.keep_interval}: expected a multiple of --eval_interval={config['eval_interval']}, "
+                 f"which saves the checkpoints")
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
         if found and not resuming and not config["overwrite"]:
             fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume it with --init_from=resume, replace it with "
@@ -270,61 +268,57 @@ class Checkpointer:
         if (folder / "config.json").exists() and "model_type" in (folder / "config.json").read_text(errors="replace"):
             fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
         if runtime.rank() == 0:
-            with one_line_errors(f"--out_dir={out_dir}: cannot be written", errors=OSError):
+            with one_line_errors(f"--out_dir={out_dir}", "give a folder that no other run is writing to", OSError):
                 os.makedirs(out_dir, exist_ok=True)
                 self.lock = FileLock(folder / "lock")
-                try:
-                    self.lock.acquire(blocking=False)
-                except Timeout:
-                    fail(f"--out_dir={out_dir}: another run is writing to it now; give another --out_dir", alone=True)
+                self.lock.acquire(blocking=False)  # its Timeout is an OSError
 
-    def save(self, iter_num):
+    def save(self, iter_num, again=False):
         """
         Starts writing a checkpoint, unless this step's is there. It holds the last evaluation's val_loss, of step val_iter:
         a step is saved before it is evaluated. Call wait before a weight changes.
         """
-        if iter_num == self.saved_iter:
+        if iter_num == self.on_disk[0] and not again:
             return
         weights, optimizer = get_state(self.state["model"], self.state["optimizer"])
-        if runtime.rank() == 0:
-            others = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
-            keep = self.facts["config"]["keep_interval"]
-            snapshot_name = f"ckpt_{iter_num}.pt" if keep and iter_num % keep == 0 else None
-            self.pending = self.pool.submit(write_checkpoint, self.out_dir, {
-                "model": weights, "optimizer": optimizer, **others, **self.facts, "iter_num": iter_num,
-                "val_loss": self.val_loss, "val_iter": self.val_iter, "best_val_loss": self.best_val_loss}, snapshot_name)
-        self.saving = iter_num, self.val_iter
+        checkpoint = {**{key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")},
+                      **self.facts, "model": weights, "optimizer": optimizer, "iter_num": iter_num}
+        snapshot = f"ckpt_{iter_num}.pt" if self.keep_interval and iter_num % self.keep_interval == 0 else None
+        write = write_checkpoint if runtime.rank() == 0 else lambda *_: False
+        self.pending = iter_num, self.facts["val_iter"], self.pool.submit(write, self.out_dir, checkpoint, snapshot)
 
     def wait(self):
         """Waits for the write under way, if any; every rank learns whether it succeeded."""
-        if self.saving is None:
+        if self.pending is None:
             return
-        written = runtime.broadcast(self.pending.result() if runtime.rank() == 0 else False, self.device)
-        if written:
-            self.on_disk, self.saved_iter = self.saving, self.saving[0]
-            runtime.interrupt_message = f": step {self.saved_iter} is saved; {runtime.resume_hint(self.out_dir)}"
-        self.saving = None
+        iter_num, val_iter, future = self.pending
+        self.pending = None
+        device = next(self.state["model"].parameters()).device
+        if runtime.all_reduce(torch.tensor(float(future.result()), device=device))[0]:
+            self.on_disk = iter_num, val_iter
+            runtime.interrupt_message = f": step {iter_num} is saved; {runtime.resume_hint(self.out_dir)}"
 
     def evaluated(self, iter_num, val_loss):
         """Waits for the checkpoint of this step, and gives the one with the lowest val_loss a second name."""
-        self.val_loss, self.val_iter, self.best_val_loss = val_loss, iter_num, min(self.best_val_loss, val_loss)
+        best = min(self.facts["best_val_loss"], val_loss)
+        self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": best}
         self.wait()
         self.link_best(iter_num)
 
     def link_best(self, iter_num):
-        if runtime.rank() == 0 and self.saved_iter == self.val_iter == iter_num > 0 and self.val_loss == self.best_val_loss:
+        is_best = self.facts["val_loss"] == self.facts["best_val_loss"]
+        if runtime.rank() == 0 and self.on_disk[0] == self.facts["val_iter"] == iter_num > 0 and is_best:
             link(f"{self.out_dir}/ckpt.pt", "ckpt_best.pt")
 
     def finish(self, iter_num):
         """Saves the last step, with its own val_loss if it was evaluated; where that fails, again, for ten minutes."""
         for attempt in range(20):
-            if self.on_disk == (iter_num, self.val_iter):
+            if self.on_disk == (iter_num, self.facts["val_iter"]):
                 return self.link_best(iter_num)
             if attempt:
                 print0("trying again in 30 seconds")
                 time.sleep(30)
-            self.saved_iter = None
-            self.save(iter_num)
+            self.save(iter_num, again=True)
             self.wait()
         fail(f"--out_dir={self.out_dir}: step {iter_num} could not be saved")
 
@@ -332,14 +326,11 @@ class Checkpointer:
         """Restores all of a run from load_checkpoint(out_dir, merge=False). Returns iter_num."""
         if max_iters < checkpoint["iter_num"]:
             fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; give more")
-        self.val_loss, self.val_iter, self.best_val_loss = (
-            checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss"))
         if checkpoint["data"] != self.facts["data"]:
             fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data start a new "
                  f"run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
-        iter_num = self.restore(checkpoint)
-        self.on_disk = iter_num, self.val_iter
-        return iter_num
+        self.facts |= {key: checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss")}
+        return self.restore(checkpoint)
 
     def restore(self, checkpoint=None, skip=()):
         """Restores the state, but for the entries in `skip`, by default from the last checkpoint. Returns iter_num."""
@@ -349,15 +340,13 @@ class Checkpointer:
             for key, entry in self.state.items():
                 if key not in ("model", "optimizer", *skip) and checkpoint.get(key):  # else it keeps its initial state
                     entry.load_state_dict(checkpoint[key])
-        unclaimed = checkpoint.keys() - self.state.keys() - self.facts.keys() - {
-            "iter_num", "val_loss", "val_iter", "best_val_loss", "path", "health"}
+        unclaimed = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
         if unclaimed:
             print0(f"WARNING: nothing here uses {', '.join(sorted(unclaimed))} of {checkpoint['path']}")
-        previous = Path(checkpoint["path"])
-        if previous.name == CHECKPOINTS[1] and runtime.rank() == 0:  # quarantine a corrupt ckpt.pt, or it would replace it
-            path = previous.with_name(CHECKPOINTS[0])
+        path, previous = (Path(self.out_dir) / name for name in CHECKPOINTS)
+        if checkpoint["path"] == str(previous) and runtime.rank() == 0:  # or the next save would replace it by a corrupt one
             if path.exists():
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
             link(previous, path.name)
-        self.saved_iter = checkpoint["iter_num"]
-        return self.saved_iter
+        self.on_disk = checkpoint["iter_num"], checkpoint["val_iter"]
+        return checkpoint["iter_num"]

@@ -60,7 +60,7 @@ def one_line_errors(where="", advice="", errors=Exception):
     try:
         yield
     except errors as error:
-        fail(": ".join(filter(None, (where, format_error(error)))) + (f"; {advice}" if advice else ""))
+        fail(": ".join(filter(None, (str(where), format_error(error)))) + (f"; {advice}" if advice else ""))
 
 
 def configure(namespace, extras=(), argv=None):

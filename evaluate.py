@@ -1,68 +1,41 @@
 """
 Scores a checkpoint: HellaSwag, ARC, MMLU, GSM8K, and the validation loss in bits per byte.
 
-    python evaluate.py --checkpoint=out/ckpt.pt                              # all five tasks, from the Hugging Face hub
+    python evaluate.py --checkpoint=out/ckpt.pt                         # all five tasks, from the Hugging Face hub
     python evaluate.py --tasks=hellaswag,arc_easy --data_dir=data/fineweb-edu
-    torchrun --nproc_per_node=8 evaluate.py --task_dir=tasks                 # local files: tasks/mmlu/test.jsonl, ...
+    torchrun --nproc_per_node=8 evaluate.py --task_dir=tasks            # local files: tasks/mmlu/test.jsonl, ...
 
-Prompts and scores are those of EleutherAI's lm-evaluation-harness without examples in the prompt (zero-shot), so that
-figures can be compared. They do not depend on the batch size or the number of ranks, to the precision of the dtype: hence
-float32 is the default, where two choices are all but equal a coarser one decides by how a batch was padded.
+Prompts and scores are those of EleutherAI's lm-evaluation-harness, zero-shot, so the numbers are comparable. They do
+not depend on the batch size or the number of ranks, up to rounding: float32 is the default because in a coarser dtype
+the padding of a batch decides between two choices that are nearly tied.
 """
 import difflib
 import json
 import math
-import os
 import re
-import sys
+import string
 from decimal import Decimal
+from functools import partial
+from pathlib import Path
 from typing import Literal, Optional
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 import runtime
-from configurator import configure, expect_range, fail
-from model import IGNORE, LOSS_CHUNK
-from prepare_data import REFUSED, Windows, chat_tokens, encode, get_tokenizer, read_meta, render_chat, token_bytes
+from checkpoint import check_tokenizer, describe_model, load_model
+from configurator import Positive, configure, fail, one_line_errors
+from dataloader import TokenDataset, validation_loss
+from runtime import print0
+from tokenizer import chat_tokens, encode, get_tokenizer, render_chat, token_bytes
 
-# ---------------------------------------------------------------------------------------------------
-# validation loss
-
-@torch.no_grad()
-def validation_loss(model, get_batch, n_rows, batch_size, bytes_of, rank=0, world_size=1):
-    """
-    Loss over the first n_rows rows of a split, in nats a target and in bits a byte of the targets' text: the same rows at
-    every call, dealt to the ranks, so that the result is that of one.
-
-    model: compiled or not; it sees one shape. get_batch(indices (batch_size,)) -> what model.forward takes: x, y
-    (batch_size, T) int64, IGNORE where y is no target, and perhaps positions and a mask. A last batch that is not full is
-    filled up with rows that do not count. bytes_of: from prepare_data.token_bytes.
-    """
-    was_training = model.training
-    model.eval()
-    bytes_of = torch.from_numpy(bytes_of)
-    totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in range(0, n_rows, world_size * batch_size):  # as often on each rank: a sharded model is run by all together
-        rows = torch.arange(batch_size) + first + rank * batch_size
-        x, y, *packing = get_batch(rows.clamp(max=n_rows - 1).numpy())
-        y = torch.where((rows < n_rows)[:, None].to(y.device), y, IGNORE)  # not in place: x may share its memory
-        targets = y[y != IGNORE]
-        totals += torch.tensor([model(x, y, *packing).item(), len(targets), bytes_of[targets.cpu()].sum()], dtype=torch.float64)
-    model.train(was_training)
-    if dist.is_initialized():
-        totals = totals.to(next(model.parameters()).device)
-        dist.all_reduce(totals)
-    nats, targets, bytes_ = totals.tolist()
-    return nats / max(targets, 1), nats / math.log(2) / max(bytes_, 1)
-
-
-# ---------------------------------------------------------------------------------------------------
-# the tasks' problems: rows in the schemas of their hub data sets -> prompts
+# -----------------------------------------------------------------------------
+# the tasks' rows, in the schemas of their hub data sets
 
 TASKS = {  # name on the hub, configuration, split
-    "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; the test set's labels are not public
+    "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels
     "arc_easy": ("allenai/ai2_arc", "ARC-Easy", "test"),  # Clark et al. 2018
     "arc_challenge": ("allenai/ai2_arc", "ARC-Challenge", "test"),
     "mmlu": ("cais/mmlu", "all", "test"),  # Hendrycks et al. 2021
@@ -70,34 +43,37 @@ TASKS = {  # name on the hub, configuration, split
 }
 
 
+def parse_tasks(text):
+    """'hellaswag,mmlu' -> ["hellaswag", "mmlu"]; the program ends if a name is not in TASKS."""
+    names = re.findall(r"[^,\s]+", text)
+    for name in names:
+        if name not in TASKS:
+            close = difflib.get_close_matches(name, TASKS, n=1)
+            fail(f"{name!r} is not a task{f'; did you mean {close[0]!r}?' if close else ''}; there are "
+                 f"{', '.join(TASKS)}")
+    return names
+
+
 def task_file(task, task_dir):
-    """The file of a task in a folder of local ones: its test set, or else its validation set; None where there is neither."""
-    paths = [os.path.join(task_dir, task, f"{split}.jsonl") for split in ("test", "validation")]
-    return next((path for path in paths if os.path.isfile(path)), None)
+    """The local file of a task: its test set, else its validation set; None if there is neither."""
+    paths = [Path(task_dir, task, f"{split}.jsonl") for split in ("test", "validation")]
+    return next((path for path in paths if path.exists()), None)
 
 
 def read_rows(task, task_dir=None):
-    """All rows of a task, each with where it stands: [(where, row), ...]. From the hub, or a local file."""
-    if task_dir is None:
-        import datasets  # here and not above: training runs without it
+    """All rows of a task, from the hub or a local file: a list of (where, row), the row a dict or a line of JSON."""
+    if not task_dir:
         name, configuration, split = TASKS[task]
-        try:
+        with one_line_errors(f"{task}: {name} on the hub", "to read local files, give --task_dir"):
+            import datasets  # not at the top: training does without it
             rows = datasets.load_dataset(name, configuration, split=split)
             return [(f"{name}, row {i}", row) for i, row in enumerate(rows)]
-        except Exception as error:  # the library raises what its readers, the file system and the network raise
-            fail(f"{task}: {name} cannot be read from the hub ({type(error).__name__}: {error}); local files can, with --task_dir")
     path = task_file(task, task_dir)
     if path is None:
-        fail(f"--task_dir={task_dir}: no {task}/test.jsonl there and no {task}/validation.jsonl")
-    rows = []
-    for number, line in enumerate(open(path, "rb"), 1):
-        try:
-            if line.strip():
-                rows.append((f"{path}, line {number}", json.loads(line)))
-        except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
-            fail(f"{path}, line {number}: no JSON ({error})")
+        fail(f"--task_dir={task_dir}: has no {task}/test.jsonl and no {task}/validation.jsonl")
+    rows = [(f"{path}, line {i}", line) for i, line in enumerate(open(path, "rb"), 1) if line.strip()]
     if not rows:
-        fail(f"{path}: holds no problems")
+        fail(f"{path}: has no examples")
     return rows
 
 
@@ -109,8 +85,8 @@ NUMBER = re.compile(r"""
 
 def final_number(text):
     """
-    The answer in a text: the first number behind ####, GSM8K's mark, or else the last number there is; None without one. As
-    a string that is the same for the same number: 1,000 and $1000 and 1000.00 are "1000".
+    The answer in a text: the first number after ####, GSM8K's mark, else the last number; None if there is none. Equal
+    numbers are equal strings: 1,000 and $1000 and 1000.00 are "1000".
     """
     numbers = NUMBER.findall(text.partition("####")[2])[:1] or NUMBER.findall(text)[-1:]
     if not numbers:
@@ -119,338 +95,280 @@ def final_number(text):
     return f"{number.normalize():f}" if number else "0"  # and not -0
 
 
-def read_row(task, row):
-    """
-    -> question, choices, gold. gold: the index of the right choice; for GSM8K, which has no choices, the number that is
-    right. A row that is not in its data set's schema raises KeyError, TypeError or ValueError.
-    """
-    if task == "gsm8k":
-        question, choices, gold = row["question"], [], final_number(row["answer"].partition("####")[2])
-        if gold is None:
-            raise ValueError("its answer has no number behind ####")
-    elif task == "hellaswag":
-        if "ctx_a" in row:  # the hub's rows
-            question = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-        else:  # ctx is the two of them, not capitalised
-            question = row["ctx"]
-        if not isinstance(row["endings"], list):
-            raise ValueError("expected a list as its endings")
-        question, choices = clean(question), [clean(ending) for ending in row["endings"]]
-        labels, answer = [str(i) for i in range(len(choices))], str(row["label"])
-    elif task == "mmlu":
-        question, choices = row["question"].strip(), row["choices"]
-        labels, answer = [str(i) for i in range(len(choices))], str(row["answer"])
-    else:
-        question, choices = row["question"], row["choices"]["text"]
-        labels, answer = row["choices"]["label"], row["answerKey"]  # labels: A B C D, in some rows 1 2 3 4
-    if not isinstance(question, str) or not isinstance(choices, list) or not all(isinstance(c, str) for c in choices):
-        raise ValueError("expected a string as its question, and strings as its choices")
-    if task != "gsm8k":
-        if not isinstance(labels, list) or len(labels) != len(choices) or len({*map(str, labels)}) != len(labels):
-            raise ValueError(f"its labels {labels} are not one for each of its {len(choices)} choices")
-        if task == "mmlu" and len(choices) > 26:
-            raise ValueError(f"{len(choices)} choices, but the letters end at Z")
-        if answer not in labels:
-            raise ValueError(f"its answer {answer!r} is none of its labels {', '.join(map(str, labels))}")
-        gold = labels.index(answer)
-    return question, choices, gold
-
-
 def clean(text):
-    """HellaSwag's text without the marks of the site it comes from, as the harness does it."""
+    """HellaSwag's text without the markup of its source, as in the harness."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
-def evenly(items, n):
-    """n of the items, evenly spaced, the same ones at each call; all where n is None or there are no more."""
-    return items if n is None or n >= len(items) else [items[i * len(items) // n] for i in range(n)]
-
-
-def task_names(text):
-    """'hellaswag,mmlu' -> the names; one that is none of TASKS is refused."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in TASKS:
-            close = difflib.get_close_matches(name, TASKS, n=1)
-            fail(f"{name!r} is no task{f'; did you mean {close[0]!r}?' if close else ''}; there are {', '.join(TASKS)}")
-    return names
-
-
-def load_problems(task, tokenizer, stage, task_dir=None, max_problems=None):
+def read_row(task, row):
     """
-    What `score` takes: a list of problems, in the order of their file. max_problems: that many, evenly spaced over the
-    file, the same ones at each call; None: all. stage: the checkpoint's; a "chat" model is asked in the chat format, MMLU
-    by letter and GSM8K, while HellaSwag and ARC stay what they are: which text is likelier.
-
-    A problem: where it stands; context, the ids of the prompt; choices, the ids of each continuation, none for GSM8K;
-    characters of each choice, where choices of unequal lengths are compared; gold.
+    A row -> question, choices, gold. gold: the index of the correct choice, or for GSM8K, which has no choices, the
+    correct number. A row that is not in its data set's schema raises whatever that leads to.
     """
-    def prompt(text):  # -> ids
-        if stage == "chat":
-            return render_chat(tokenizer, [{"role": "user", "content": text}])[0] + [chat_tokens(tokenizer)["assistant"]]
-        return [tokenizer.eot_token] + encode(tokenizer, f"Question: {text}\nAnswer:").tolist()
-
-    problems = []
-    for where, row in evenly(read_rows(task, task_dir), max_problems):
-        try:
-            question, choices, gold = read_row(task, row)
-        except KeyError as error:
-            fail(f"{where}: no key {error}; expected the schema of {TASKS[task][0]}")
-        except (TypeError, ValueError, AttributeError) as error:
-            fail(f"{where}: not in the schema of {TASKS[task][0]}: {error}")
-        problem = {"where": where, "gold": gold}
-        try:
-            if task == "gsm8k":
-                problem.update(context=prompt(question), choices=[])
-            elif task == "mmlu" and stage == "chat":
-                letters = [chr(ord("A") + i) for i in range(len(choices))]
-                options = "".join(f"{letter}. {choice}\n" for letter, choice in zip(letters, choices))
-                problem.update(context=prompt(f"{question}\n{options}Answer with the letter only."),
-                               choices=[encode(tokenizer, letter).tolist() for letter in letters])
-            else:
-                # Context and continuation are encoded apart. That is how GPT-2's pre-tokenizer splits the whole, too: it never
-                # joins a space to the letters before it. Only a run of spaces would be split elsewhere, so a context's last
-                # spaces go with the continuation, as in the harness.
-                text = question if task == "hellaswag" else f"Question: {question}\nAnswer:"
-                space = text[len(text.rstrip()):] + " "
-                problem.update(context=[tokenizer.eot_token] + encode(tokenizer, text.rstrip()).tolist(),
-                               choices=[encode(tokenizer, space + choice).tolist() for choice in choices],
-                               characters=[len(choice) for choice in choices])
-        except ValueError:
-            fail(f"{where}: {REFUSED}")
-        problems.append(problem)
-    return problems
+    if task == "gsm8k":
+        gold = final_number(row["answer"].partition("####")[2])
+        if gold is None:
+            raise ValueError("its answer has no number after ####")
+        return row["question"], [], gold
+    if task == "hellaswag":
+        question, choices, answer = row["ctx"], row["endings"], int(row["label"])
+        if "ctx_a" in row:  # as on the hub, where ctx is not capitalised
+            question = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    elif task == "mmlu":
+        question, choices, answer = row["question"].strip(), row["choices"], row["answer"]
+    else:
+        question, choices, answer = row["question"], row["choices"]["text"], row["answerKey"]
+    if not isinstance(choices, list):
+        raise ValueError("its choices are not a list")
+    if task == "hellaswag":
+        question, choices = clean(question), [clean(choice) for choice in choices]
+    labels = row["choices"]["label"] if task.startswith("arc") else range(len(choices))  # arc: A B C D, or 1 2 3 4
+    return question, choices, labels.index(answer)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
+# rows -> prompts
+
+def subsample(items, n):
+    """n of the items, evenly spaced and always the same; all if n is None or there are no more."""
+    n = min(n or len(items), len(items))
+    return [items[i * len(items) // n] for i in range(n)]
+
+
+def tokenize_row(task, row, tokenizer, stage):
+    """
+    A row -> an example, a dict: context, the ids of the prompt; choices, the ids of each continuation, none for GSM8K;
+    characters of each choice, if choices of unequal lengths are compared; gold. A chat model gets MMLU, by letter,
+    and GSM8K in the chat format. HellaSwag and ARC stay the same: they ask which text is likelier.
+    """
+    question, choices, gold = read_row(task, row)
+    if stage == "chat" and task in ("mmlu", "gsm8k"):
+        letters = string.ascii_uppercase[:len(choices)]
+        lines = [question] + [letter + ". " + choice for letter, choice in zip(letters, choices, strict=True)]
+        lines += ["Answer with the letter only."] if choices else []
+        context = render_chat(tokenizer, [{"role": "user", "content": "\n".join(lines)}])[0]
+        context.append(chat_tokens(tokenizer)["assistant"])
+        choices, characters = letters, []
+    else:
+        text = question if task == "hellaswag" else "Question: " + question + "\nAnswer:"
+        characters = [len(choice) for choice in choices]
+        # Context and continuation are encoded apart. GPT-2's pre-tokenizer splits the whole text there too, as it
+        # never joins a space to the letters before it. Only a run of spaces would be split elsewhere, so spaces at the
+        # end of a context belong to the continuation, as in the harness.
+        space = text[len(text.rstrip()):] + " "
+        choices = [space + choice for choice in choices]
+        context = [tokenizer.eot_token] + encode(tokenizer, text.rstrip()).tolist()
+    return {"context": context, "choices": [encode(tokenizer, choice).tolist() for choice in choices],
+            "characters": characters, "gold": gold}
+
+
+def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
+    """
+    The examples of a task for `score`, in the order of their file: tokenize_row's, and where each of them stands.
+    max_examples: that many, evenly spaced; None: all. stage: the checkpoint's, base | chat.
+    """
+    examples = []
+    for where, row in subsample(read_rows(task, task_dir), max_examples):
+        with one_line_errors(where, f"expected a row in the schema of {TASKS[task][0]}"):
+            row = json.loads(row) if task_dir else row
+            examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
+    return examples
+
+
+# -----------------------------------------------------------------------------
 # scoring
 
-def log_likelihoods(model, problems, batch_size, rank, world_size, progress):
-    """
-    Of each choice after its context, in nats: {(problem, choice): log p}, those of this rank's batches.
-
-    Rows are as long as the longest of their batch. Attention is causal, so what pads a row on its right changes nothing;
-    rows are sorted by length, so there is little of it, longest first, so that memory runs out early or never. Batches
-    and not problems are dealt to the ranks: any number of them computes the very same ones, to the last bit.
-    """
-    device, max_seq_len = model.lm_head.weight.device, model.config.max_seq_len
-    rows = {}  # ids that are read -> which ids are asked for at their end; choices of a single token share a row
-    for i, problem in enumerate(problems):
-        for j, choice in enumerate(problem["choices"]):
-            ids = (problem["context"] + choice)[-max_seq_len - 1:]  # the last one is predicted, not read
-            rows.setdefault(tuple(ids[:-1]), []).append((i, j, ids[1:][-len(choice):]))
-    rows = sorted(rows.items(), key=lambda row: -len(row[0]))
-    batches = [rows[first:first + batch_size] for first in range(0, len(rows), batch_size)][rank::world_size]
-    found = {}
-    for step, batch in enumerate(batches):
-        T = len(batch[0][0])
-        idx = torch.tensor([[*ids, *[0] * (T - len(ids))] for ids, _ in batch], device=device)  # (B, T)
-        x = model.hidden_states(idx)  # (B, T, C)
-        asked = [(b, len(ids), *one) for b, (ids, choices) in enumerate(batch) for one in choices]
-        # the head sees the positions that predict a continuation, some at a time: logits (B, T, V) never exist
-        x = torch.cat([x[b, end - len(targets):end] for b, end, _, _, targets in asked])  # (N, C)
-        targets = torch.tensor([target for *_, targets in asked for target in targets], device=device)
-        nats = torch.cat([F.cross_entropy(model.lm_head(xc).float(), tc, reduction="none")
-                          for xc, tc in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK))])  # (N,)
-        for (_, _, i, j, _), part in zip(asked, nats.cpu().double().split([len(targets) for *_, targets in asked])):
-            found[i, j] = -part.sum().item()
-        progress(step + 1, len(batches))
-    return found
+def rows_to_score(examples, max_seq_len):
+    """[(ids to read, {(example, choice): the choice's ids, ...}), ...]: choices of a single token share a row."""
+    rows = {}
+    for i, example in enumerate(examples):
+        for j, choice in enumerate(example["choices"]):
+            ids = (example["context"] + choice)[-max_seq_len - 1:-1]  # the last one is predicted, not read
+            rows.setdefault(tuple(ids), {})[i, j] = torch.tensor(choice[-len(ids):])
+    return list(rows.items())
 
 
-def generate_answers(model, tokenizer, stage, problems, batch_size, max_new_tokens, rank, world_size, progress):
-    """The ids with which the model goes on, greedily: {problem: ids}, those of this rank's batches."""
-    special = chat_tokens(tokenizer)
-    n_vocab = tokenizer.n_vocab + (len(special) if stage == "chat" else 0)  # a base model's chat tokens are untrained
-    order = sorted(range(len(problems)), key=lambda i: -len(problems[i]["context"]))
-    batches = [order[first:first + batch_size] for first in range(0, len(order), batch_size)][rank::world_size]
-    found = {}
-    for step, batch in enumerate(batches):
-        found.update({i: [] for i in batch})
-        tokens = model.generate([problems[i]["context"] for i in batch], max_new_tokens, temperature=0,
-                                stop_ids=[tokenizer.eot_token, *special.values()], n_vocab=n_vocab)
-        for position, new in enumerate(tokens):
-            for i, token in zip(batch, new):
-                found[i] += [] if token is None else [token]
-            progress(step * max_new_tokens + position + 1, len(batches) * max_new_tokens)
-    return found
+def log_likelihoods(model, batch):
+    """The log-likelihood of each choice in a batch of rows_to_score, in nats: {(example, choice): float}"""
+    device = model.lm_head.weight.device
+    idx = pad_sequence([torch.tensor(ids) for ids, _ in batch], batch_first=True)  # (B, T); padding is unseen: causal
+    hidden = model.hidden_states(idx.to(device))  # (B, T, C)
+    keys, x, targets = zip(*[(key, x[len(ids) - len(choice):len(ids)], choice)
+                             for x, (ids, choices) in zip(hidden, batch) for key, choice in choices.items()])
+    logits = model.lm_head(torch.cat(x)).float()  # (N, V), of the positions that predict a choice
+    losses = F.cross_entropy(logits, torch.cat(targets).to(device), reduction="none").cpu().double()  # (N,)
+    if not losses.isfinite().all():
+        raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")
+    return {key: -loss.sum().item() for key, loss in zip(keys, losses.split([len(choice) for choice in targets]))}
+
+
+def generate_answers(model, tokenizer, stage, batch, max_new_tokens, progress):
+    """Greedy continuations of a batch of [(context, example), ...]: {example: ids}"""
+    from sample import generate, vocabulary
+    contexts, numbers = zip(*batch)
+    steps = generate(model, contexts, max_new_tokens, temperature=0, **vocabulary(tokenizer, stage == "chat"))
+    answers = zip(*progress(steps))  # from one list per position to one per row
+    return {i: [token for token in answer if token is not None] for i, answer in zip(numbers, answers)}
 
 
 @torch.no_grad()
-def score(model, tokenizer, stage, problems, batch_size=16, max_new_tokens=256, rank=0, world_size=1,
-          progress=lambda done, total: None):
+def score(model, tokenizer, stage, examples, batch_size=16, rank=0, world_size=1, max_new_tokens=256, progress=iter):
     """
-    How well a model solves problems from load_problems -> dict, the same on every rank:
-    acc, the part solved: the choice of the highest log-likelihood is right, or the final number generated is;
-    acc_norm (not for letters or GSM8K): the log-likelihood divided by the characters of the choice, as in the harness,
-    since a longer text is less likely; acc_stderr, acc_norm_stderr: their standard errors; chance: acc of guessing;
-    n, problems; cut, those longer than the model's positions, whose beginning the model did not see;
-    problems: for each, what was computed and whether it was right.
+    Scores a model on examples from load_examples. Returns a dict, the same on every rank:
+    acc, the share of correct answers: the choice with the highest log-likelihood, or the final number generated;
+    acc_norm (not for letters or GSM8K): the same with the log-likelihood divided by the choice's characters, as in the
+    harness, since longer texts are less likely; acc_stderr, acc_norm_stderr: standard errors; chance: acc of guessing;
+    n, the number of examples; truncated, those longer than max_seq_len, whose beginning the model did not see;
+    examples: for each, what the model answered and what is correct.
 
-    model: never the compiled one, whose shape is another. A sharded one is run by all ranks together: each then says
-    rank=0, world_size=1. Its mode is restored; autocast is the caller's. Raises
-    ValueError where the model's logits are not finite. progress(done, total) is called after each piece of work.
+    model: not compiled, as shapes vary; its mode is restored; autocast is the caller's. A sharded model is run by all
+    ranks together, each with rank=0, world_size=1. progress: wraps an iterable, as tqdm does. Raises ValueError if the
+    model's logits are not finite.
     """
     was_training = model.training
     model.eval()
-    found, error = {}, None
+    rows = rows_to_score(examples, model.config.max_seq_len)
+    generating = not rows
+    if generating:
+        rows = [(example["context"], i) for i, example in enumerate(examples)]
+    # Longest first: there is little padding, and memory runs out early or never. The ranks share batches, not rows:
+    # however many they are, the batches are the same, and so are the scores, to the bit.
+    rows.sort(key=lambda row: -len(row[0]))
+    batches = [rows[i:i + batch_size] for i in range(0, len(rows), batch_size)][rank::world_size]
+    results = {}
     try:
-        if problems[0]["choices"]:
-            found = log_likelihoods(model, problems, batch_size, rank, world_size, progress)
-        else:
-            found = generate_answers(model, tokenizer, stage, problems, batch_size, max_new_tokens, rank, world_size, progress)
-    except ValueError as e:
-        error = e  # the other ranks must hear of it: they wait below
+        for batch in progress(batches):
+            results |= (generate_answers(model, tokenizer, stage, batch, max_new_tokens, progress) if generating
+                        else log_likelihoods(model, batch))
+    except ValueError as error:  # raised below: the other ranks are waiting there
+        results["error"] = error
     model.train(was_training)
     if world_size > 1:
         parts = [None] * world_size
-        dist.all_gather_object(parts, (found, error))
-        found = {key: value for part, _ in parts for key, value in part.items()}
-        error = next((e for _, e in parts if e), None)
-    if error or not all(math.isfinite(value) for value in found.values() if isinstance(value, float)):
-        raise ValueError(error or "the model's logits are not finite: its weights are broken, or too large for this dtype")
+        dist.all_gather_object(parts, results)
+        results = {key: value for part in parts for key, value in part.items()}
+    if "error" in results:
+        raise results["error"]
 
-    outcomes, cut = [], 0
-    for i, problem in enumerate(problems):
-        outcome = {"where": problem["where"], "gold": problem["gold"]}
-        if problem["choices"]:
-            longest = len(problem["context"]) + max(map(len, problem["choices"])) - 1  # the last id is not read
-            scores = [found[i, j] for j in range(len(problem["choices"]))]
-            outcome["scores"], outcome["predicted"] = scores, scores.index(max(scores))
-            if "characters" in problem:  # an empty choice has none
-                scores = [log_p / max(characters, 1) for log_p, characters in zip(scores, problem["characters"])]
-                outcome["predicted_norm"] = scores.index(max(scores))
-                outcome["right_norm"] = outcome["predicted_norm"] == problem["gold"]
+    n, truncated, answers = len(examples), 0, []
+    for i, example in enumerate(examples):
+        answer = {"where": example["where"], "gold": example["gold"]}
+        if generating:
+            text = tokenizer.decode([token for token in results[i] if token < tokenizer.eot_token])
+            if stage == "base":
+                text = text.partition("Question:")[0]  # the next one, which it makes up
+            answer |= {"text": text, "predicted": final_number(text)}
         else:
-            longest = len(problem["context"]) + len(found[i]) - 1
-            text = tokenizer.decode([token for token in found[i] if token < tokenizer.n_vocab and token != tokenizer.eot_token])
-            if stage != "chat":
-                text = text.partition("Question:")[0]  # a base model goes on with the next problem
-            outcome["text"], outcome["predicted"] = text, final_number(text)
-        outcome["right"] = outcome["predicted"] == problem["gold"]
-        outcomes.append(outcome)
-        cut += longest > model.config.max_seq_len
+            scores = [results[i, j] for j in range(len(example["choices"]))]
+            answer |= {"scores": scores, "predicted": scores.index(max(scores))}
+            if example["characters"]:
+                scores = [log_p / max(length, 1) for log_p, length in zip(scores, example["characters"])]
+                answer["predicted_norm"] = scores.index(max(scores))
+        answers.append(answer)
+        longest = max(map(len, example["choices"] or [results[i]]))
+        truncated += len(example["context"]) + longest - 1 > model.config.max_seq_len  # the last token is not read
 
-    n = len(problems)
-    result = {"n": n, "cut": cut, "chance": sum(1 / len(p["choices"]) if p["choices"] else 0 for p in problems) / n}
-    for name, key in (("acc", "right"), ("acc_norm", "right_norm")):
-        if key in outcomes[0]:
-            p = sum(outcome[key] for outcome in outcomes) / n
-            result[name], result[f"{name}_stderr"] = p, math.sqrt(p * (1 - p) / max(n - 1, 1))
-    return {**result, "problems": outcomes}
-
-
-def result_line(task, result):
-    """A result of `score` in one line: accuracy with its standard error, beside chance."""
-    figures = [f"{name} {result[name]:.4f} +/- {result[f'{name}_stderr']:.4f}" for name in ("acc", "acc_norm") if name in result]
-    return (f"{task:<13} {', '.join(figures)}, chance {result['chance']:.4f}, {result['n']} problems"
-            + (f" ({result['cut']} longer than the model's positions: their beginning is lost)" if result["cut"] else ""))
+    chance = 0 if generating else sum(1 / len(example["choices"]) for example in examples) / n
+    result = {"n": n, "truncated": truncated, "chance": chance, "examples": answers}
+    for name, key in (("acc", "predicted"), ("acc_norm", "predicted_norm")):
+        if key in answers[0]:
+            p = sum(answer[key] == answer["gold"] for answer in answers) / n
+            result |= {name: p, f"{name}_stderr": math.sqrt(p * (1 - p) / max(n - 1, 1))}
+    return result
 
 
-def score_for_log(task, model, tokenizer, stage, problems, batch_size, rank, world_size):
+def format_result(task, result):
+    """A result of `score` in one line."""
+    scores = [f"{name} {result[name]:.4f} +/- {result[f'{name}_stderr']:.4f}" for name in ("acc", "acc_norm")
+              if name in result]
+    return (f"{task:<13} {', '.join(scores)}, chance {result['chance']:.4f}, {result['n']} examples"
+            + (f" ({result['truncated']} longer than max_seq_len: beginning cut off)" if result["truncated"] else ""))
+
+
+def task_hook(model, tokenizer, autocast, stage, config):
     """
-    `score`, for the training loops -> the line to print and the figures to log. A model whose logits are not finite has no score,
-    which is no reason to stop.
+    Loads the examples of config["eval_tasks"] and returns a training loop's hook(iter_num, done) -> dict for the log,
+    which scores config["eval_problems"] of each task, or all when done. All ranks call it.
     """
-    try:
-        result = score(model, tokenizer, stage, problems, batch_size, rank=rank, world_size=world_size)
-    except ValueError as error:
-        return f"{task}: no score: {error}", {}
-    return result_line(task, result), {f"{task}_{key}": result[key] for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n")
-                                       if key in result}
+    tasks = {task: load_examples(task, tokenizer, stage, config["task_dir"])
+             for task in parse_tasks(config["eval_tasks"])}
+
+    def hook(iter_num, done):
+        values = {}
+        for task, examples in tasks.items():
+            examples = subsample(examples, None if done else config["eval_problems"])
+            try:
+                with autocast, torch.compiler.set_stance("force_eager"):
+                    result = score(model, tokenizer, stage, examples, config["batch_size"],
+                                   *runtime.eval_share(model))
+                values |= {f"{task}_{key}": result[key] for key in result if key.startswith("acc") or key == "n"}
+                line = format_result(task, result)
+            except ValueError as error:  # no reason to end the run
+                line = f"{task}: no score: {error}"
+            print0(f"step {iter_num}: {line}")
+        return values
+
+    return hook
 
 
 if __name__ == "__main__":
-    checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in
-    tasks: Optional[str] = None  # hellaswag,arc_easy,arc_challenge,mmlu,gsm8k, or some of them; empty: none; None: all there are
-    task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
-    max_problems: Optional[int] = None  # of each task, evenly spaced over it; None: all
-    data_dir: Optional[str] = None  # shards: their validation loss and bits per byte, too
-    eval_iters: int = 64  # batches of the validation loss at most: always the first rows of val, as in training
-    batch_size: int = 16  # rows that go through the model at a time, on each rank
-    max_new_tokens: int = 256  # gsm8k: length of an answer at most
-    output: Optional[str] = None  # JSON file for the results, problem by problem
+    checkpoint: str = "out/ckpt.pt"  # a checkpoint, or its out_dir
+    tasks: Optional[str] = None  # hellaswag,arc_easy,arc_challenge,mmlu,gsm8k, or some of them; empty: none; None: all
+    task_dir: Optional[str] = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
+    max_problems: Optional[Positive] = None  # examples of each task, evenly spaced; None: all
+    data_dir: Optional[str] = None  # shards for the validation loss and bits per byte
+    eval_iters: Positive = 64  # batches of the validation loss: the first rows of val, as in training
+    batch_size: Positive = 16  # rows at a time, on each rank
+    max_new_tokens: Positive = 256  # gsm8k: length of an answer
+    output: Optional[str] = None  # JSON file for the results, example by example
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "float32"  # of the matmuls; auto: what the device is good at
-    config, given = configure(globals())
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "float32"  # of the matmuls; auto: bfloat16 if supported
+    configure(globals())
 
-    expect_range(config, 1, math.inf, "max_problems", "eval_iters", "batch_size", "max_new_tokens")
-    names = list(TASKS) if tasks is None else task_names(tasks)
-    if tasks is None and task_dir is not None:
-        names = [name for name in TASKS if task_file(name, task_dir)]
-        if not names:
-            fail(f"--task_dir={task_dir}: no task there; expected {task_dir}/TASK/test.jsonl or {task_dir}/TASK/validation.jsonl, "
-                 f"TASK one of {', '.join(TASKS)}")
-    if not names and data_dir is None:
-        fail("--tasks=: nothing to do; give tasks, or --data_dir for the validation loss")
+    names = [name for name in TASKS if not task_dir or task_file(name, task_dir)]
+    if tasks is not None:
+        names = parse_tasks(tasks)
+    if not names and not data_dir:
+        fail(f"--tasks={tasks} --task_dir={task_dir}: no tasks; expected TASK/test.jsonl or TASK/validation.jsonl in "
+             f"the task_dir, TASK one of {', '.join(TASKS)}, or a --data_dir for the validation loss")
+    rank, world_size, device = runtime.init_process(device)
+    dtype = runtime.pick_dtype(dtype, device)
+    if dtype == "float32":
+        torch.set_float32_matmul_precision("highest")  # no TF32
+    model, meta = load_model(checkpoint, device)
+    tokenizer = get_tokenizer(meta["tokenizer"])
+    print0(describe_model(checkpoint, meta))
+    if output and rank == 0:
+        open(output, "a").close()  # fails now, not after all the work
 
-    # model
-    rank, world_size, compute_device = runtime.init_process(device)
-    compute_dtype = runtime.pick_dtype(dtype, compute_device)
-    if compute_dtype == "float32":
-        torch.set_float32_matmul_precision("highest")  # all of its bits, no TF32
-    autocast = runtime.autocast(compute_device, compute_dtype)
-    model, loaded = runtime.load_model(checkpoint, compute_device)
-    tokenizer = get_tokenizer(loaded["tokenizer"])
-    runtime.print_once(runtime.introduce(checkpoint, loaded, sum(p.numel() for p in model.parameters())))
-    if output is not None and rank == 0:
-        try:
-            open(output, "a").close()  # now, and not after all the work
-        except OSError as error:
-            fail(f"--output={output}: {error}", alone=True)
+    # read everything, so that mistakes in it are known before anything is scored
+    if data_dir:
+        val_data = TokenDataset(data_dir, "val", model.config.max_seq_len)
+        check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
+    print0(f"reading {', '.join(names) or 'no task'}; left out: {', '.join(sorted(TASKS.keys() - names)) or 'none'}")
+    examples = {name: load_examples(name, tokenizer, meta["stage"], task_dir, max_problems) for name in names}
 
-    # all problems and shards, so that what is wrong with one is known before any is scored
-    missing = [name for name in TASKS if name not in names]
-    if tasks is None and missing:
-        runtime.print_once(f"not in {task_dir}, and left out: {', '.join(missing)}")
-    if names:
-        runtime.print_once("reading problems ...")
-    problems = {name: load_problems(name, tokenizer, loaded["stage"], task_dir, max_problems) for name in names}
-    if data_dir is not None:
-        meta, windows = read_meta(data_dir), Windows(data_dir, "val", model.config.max_seq_len)
-        if (meta["tokenizer"], meta["vocab_size"]) != (loaded["tokenizer"], model.config.vocab_size):
-            fail(f"--data_dir={data_dir}: its tokens are {meta['tokenizer']}'s, {meta['vocab_size']} ids, but the checkpoint was "
-                 f"trained on {loaded['tokenizer']}'s, {model.config.vocab_size} ids")
-        highest = max(int(shard.max()) for shard in windows.shards)
-        if highest >= meta["vocab_size"]:
-            fail(f"--data_dir={data_dir}: holds the token {highest}, but the vocabulary of its tokenizer, {meta['tokenizer']}, "
-                 f"ends at {meta['vocab_size'] - 1}: its shards come from another tokenizer, or are damaged")
-
-    # scores
     from tqdm import tqdm  # comes with datasets
-
-    def progress_bar(name):
-        return tqdm(total=1, desc=name, disable=rank > 0, leave=False, delay=2, mininterval=1 if sys.stderr.isatty() else 10,
-                    bar_format="{desc}: {percentage:3.0f}% [{elapsed}<{remaining}]")
-
-    def progress(done, total):
-        bar.total = total
-        bar.update(done - bar.n)
-
-    def val_batch(indices):
-        progress(bar.n + 1, -(-n_rows // (batch_size * world_size)))
-        return [torch.tensor(array, device=compute_device) for array in windows[indices]]
-
-    results = {}
-    try:
-        if data_dir is not None:
-            n_rows = min(len(windows), eval_iters * batch_size)
-            with autocast, progress_bar("validation loss") as bar:
-                val_loss, val_bpb = validation_loss(model, val_batch, n_rows, batch_size, token_bytes(tokenizer), rank, world_size)
-            results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": n_rows}
-            runtime.print_once(
-                f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, {val_bpb:.4f} bits per "
-                f"byte, over {n_rows} of the {len(windows)} rows of {model.config.max_seq_len} tokens in {data_dir}")
+    progress = partial(tqdm, disable=rank > 0, leave=False, delay=2, mininterval=2)
+    results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
+    with runtime.autocast(device, dtype), one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
+        if data_dir:
+            rows = min(len(val_data), eval_iters * batch_size)
+            bar = progress(total=rows, desc="validation")
+            val_loss, val_bpb = validation_loss(
+                model, val_data, batch_size, eval_iters, token_bytes(tokenizer), device, rank, world_size,
+                lambda done, total: bar.update(done - bar.n))
+            bar.close()
+            results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
+            print0(f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, "
+                   f"{val_bpb:.4f} bits per byte, over {rows} of the {len(val_data)} rows of "
+                   f"{model.config.max_seq_len} tokens in {data_dir}")
         for name in names:
-            with autocast, progress_bar(name) as bar:
-                results[name] = score(model, tokenizer, loaded["stage"], problems[name], batch_size, max_new_tokens,
-                                      rank, world_size, progress)
-            runtime.print_once(result_line(name, results[name]))
-    except ValueError as error:
-        fail(f"--checkpoint={checkpoint}: {error}")
-    if output is not None and rank == 0:
-        with open(output, "w", encoding="utf-8") as f:
-            json.dump({"checkpoint": checkpoint, "stage": loaded["stage"], "iter_num": loaded["iter_num"], **results}, f, indent=1)
+            results[name] = score(model, tokenizer, meta["stage"], examples[name], batch_size, rank, world_size,
+                                  max_new_tokens, partial(progress, desc=name))
+            print0(format_result(name, results[name]))
+    if output and rank == 0:
+        Path(output).write_text(json.dumps(results, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()

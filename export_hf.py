@@ -1,94 +1,254 @@
 """
-Any checkpoint -> a Hugging Face folder, which transformers, and what reads its format, open without any code of ours.
+Exports any checkpoint to a Hugging Face folder, which transformers opens without remote code; and the way back.
 
     python export_hf.py --checkpoint=out/ckpt.pt --out_dir=my-model
     python export_hf.py --checkpoint=out-chat --out_dir=my-chat-model --dtype=bfloat16
 
-gpt2 becomes GPT2LMHeadModel; llama LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla DeepseekV3ForCausalLM, every
-layer dense. gpt2 with mla becomes a GPT2LMHeadModel whose keys and values are multiplied out: the same function, but it
-caches whole keys and values again. Memory stays near one block of the model, whatever its size.
+gpt2 becomes GPT2LMHeadModel; llama LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla DeepseekV3ForCausalLM, all
+layers dense. gpt2 with mla becomes a GPT2LMHeadModel whose keys and values are multiplied out: the same function, but it
+caches whole keys and values.
 """
 import itertools
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 import runtime
-from configurator import configure, expect_range, fail
-from model import GPTConfig, config_to_hf, to_hf
-from prepare_data import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
+from checkpoint import GPT2_MODELS, describe_model, has_checkpoint, load_model
+from configurator import Positive, configure, fail, one_line_errors
+from model import GPTConfig
+from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
 
-# ---------------------------------------------------------------------------------------------------
-# settings
-checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in; nanoGPT's; a Hugging Face folder; gpt2, gpt2-medium, ...
-out_dir: str = "hf-model"  # the folder to write
-dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; float32 loses nothing
-shard_size: int = 5_000_000_000  # bytes of a .safetensors file; a model that is larger takes several
-overwrite: bool = False  # write into a folder that holds something already; an export in it is replaced
-
-
-# ---------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # weights
 
-def hf_tensors(state_dict, config):
-    """Yields (name, tensor) as transformers has them, from one block of the model at a time: nothing else is held."""
-    def part(name):  # transformer.h.0, transformer.h.1, ..., and the rest each by itself
-        return name.split(".")[2] if name.startswith("transformer.h.") else name
-
-    for _, names in itertools.groupby(state_dict, part):
-        for name, tensor in to_hf({name: state_dict[name] for name in names}, config).items():
-            if config.arch == "llama" or name != "lm_head.weight":  # gpt2's is the embedding
-                yield name, tensor
+HF_NAMES = {
+    "gpt2": {},  # the same names, but its Conv1D weights are transposed
+    "llama": {"transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers.",
+              "transformer.ln_f.": "model.norm.", ".ln_1.": ".input_layernorm.", ".ln_2.": ".post_attention_layernorm.",
+              ".attn.": ".self_attn."},
+}
 
 
-def write_weights(folder, state_dict, config, dtype, shard_size):
+def to_hf(state_dict, config):
+    """A state dict of ours with Hugging Face's names and layout, for the class that config_to_hf names."""
+    if config.arch == "gpt2" and config.attention == "mla":
+        state_dict = mla_to_mha(state_dict, config)
+    if config.embed_norm:  # it acts on each row of the table alone, so it can be applied to the table
+        table = state_dict["transformer.wte.weight"]
+        state_dict = {**state_dict, "transformer.wte.weight": F.rms_norm(table, (table.size(1),), eps=1e-5)}
+    return rename(state_dict, config.arch, HF_NAMES[config.arch])
+
+
+def from_hf(state_dict, config):
+    """The reverse of to_hf; there is none for gpt2 with mla, whose latent is gone."""
+    return rename(state_dict, config.arch, {theirs: ours for ours, theirs in HF_NAMES[config.arch].items()})
+
+
+def rename(state_dict, arch, names):
+    renamed = {}
+    for name, tensor in state_dict.items():
+        conv1d = arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        for old, new in names.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor.t() if conv1d else tensor
+    return renamed
+
+
+def mla_to_mha(state_dict, config):
+    """gpt2 with mla as a plain gpt2: for each head k = (W_k W_a) x and v = (W_v W_a) x."""
+    plain = {name: tensor for name, tensor in state_dict.items() if ".attn." not in name}
+    for attn in [f"transformer.h.{i}.attn." for i in range(config.n_layer)]:
+        down = state_dict[attn + "kv_a_proj_with_mqa.weight"]  # (rank, C)
+        up = state_dict[attn + "kv_b_proj.weight"].view(config.n_head, 2, -1, config.kv_lora_rank)  # (nh, k or v, hd, rank)
+        k, v = (up[:, i].flatten(0, 1) @ down for i in (0, 1))  # (C, C)
+        plain[attn + "c_attn.weight"] = torch.cat((state_dict[attn + "q_proj.weight"], k, v))
+        plain[attn + "c_attn.bias"] = torch.cat((state_dict[attn + "q_proj.bias"], torch.zeros(2 * config.n_embd)))
+        for kind in ("weight", "bias"):
+            plain[attn + "c_proj." + kind] = state_dict[attn + "o_proj." + kind]
+    return plain
+
+
+# -----------------------------------------------------------------------------
+# config.json
+
+LLAMA_SETTINGS = {"max_seq_len": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
+                  "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_kv_head": "num_key_value_heads",
+                  "intermediate_size": "intermediate_size"}
+HF_SETTINGS = {  # model_type -> our settings and their names
+    "gpt2": {"max_seq_len": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+             "n_embd": "n_embd", "intermediate_size": "n_inner"},
+    "llama": LLAMA_SETTINGS, "qwen3": LLAMA_SETTINGS,
+    "deepseek_v3": {**LLAMA_SETTINGS, **{name: name for name in (
+        "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}},
+}
+HF_FIXED = {  # model_type -> fields that must have this value, which is also transformers' default (but for rms_norm_eps)
+    "gpt2": {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+             "add_cross_attention": False, "tie_word_embeddings": True},
+    "llama": {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
+              "tie_word_embeddings": False},
+    "qwen3": {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "use_sliding_window": False,
+              "tie_word_embeddings": False},
+    "deepseek_v3": {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "rope_interleave": True,
+                    "tie_word_embeddings": False},
+}
+HF_GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
+HF_CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM",
+              "deepseek_v3": "DeepseekV3ForCausalLM"}
+
+
+def config_to_hf(config):
+    """GPTConfig -> the dict of transformers' config.json, for the weights of to_hf."""
+    kind = ("gpt2" if config.arch == "gpt2" else "deepseek_v3" if config.attention == "mla" else
+            "qwen3" if config.qk_norm else "llama")
+    hf_config = {"architectures": [HF_CLASSES[kind]], "model_type": kind, **HF_FIXED[kind],
+                 **{name: getattr(config, ours) for ours, name in HF_SETTINGS[kind].items()}}
+    if kind == "gpt2":
+        return {**hf_config, "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
+                "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+    hf_config |= {"attention_dropout": config.dropout, "rope_theta": config.rope_theta,
+                  "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}  # transformers 5 reads this
+    if kind == "deepseek_v3":  # all layers dense, no multi-token prediction
+        return {**hf_config, "first_k_dense_replace": config.n_layer, "num_nextn_predict_layers": 0}
+    return {**hf_config, "head_dim": config.n_embd // config.n_head}
+
+
+def config_from_hf(hf_config):
     """
-    Writes model.safetensors, or where it would be larger than shard_size bytes model-00001-of-0000N.safetensors and their
-    index. dtype: torch's. -> number of weights.
-    The safetensors library takes all tensors of a file at once. Its format is plain: the length of the header (8 bytes, little
-    endian), the header (JSON: dtype, shape and place of each tensor), the tensors one after the other.
-    https://github.com/huggingface/safetensors#format
+    The GPTConfig for a config.json, as a dict. Raises ValueError, naming the field, if it asks for something that model.py
+    does not have. Dropout stays 0: it belongs to the training.
     """
-    letters = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-    shapes = hf_tensors({name: tensor.to("meta") for name, tensor in state_dict.items()}, config)  # nothing is computed yet
-    headers, end = [], math.inf
-    for name, tensor in shapes:
-        size = tensor.numel() * dtype.itemsize
-        if end + size > shard_size and end > 0:
-            headers.append({"__metadata__": {"format": "pt"}})
-            end = 0
-        headers[-1][name] = {"dtype": letters[dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
-        end += size
+    def expect(name, value, *accepted):
+        if value not in accepted:
+            raise ValueError(f"its config has {name}={value!r}: expected {' or '.join(map(repr, accepted))}")
 
-    tensors, where = hf_tensors(state_dict, config), {}
-    for i, header in enumerate(headers):
-        file = "model.safetensors" if len(headers) == 1 else f"model-{i + 1:05d}-of-{len(headers):05d}.safetensors"
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-        with open(folder / file, "wb") as f:
-            f.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in itertools.islice(tensors, len(header) - 1):
-                where[name] = file
-                f.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy())
-    n_params = sum(math.prod(header[name]["shape"]) for header in headers for name in header if name != "__metadata__")
-    if len(headers) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": n_params * dtype.itemsize}, "weight_map": where})
-    return n_params
+    kind = hf_config.get("model_type")
+    expect("model_type", kind, *HF_FIXED)
+    for name, value in HF_FIXED[kind].items():
+        expect(name, hf_config.get(name, 1e-6 if name == "rms_norm_eps" else value), value)
+    expect("quantization_config", hf_config.get("quantization_config"), None)
+    defaults = {"n_inner": None, "num_key_value_heads": None}  # 4 n_embd, num_attention_heads
+    settings = {ours: {**defaults, **hf_config}[name] for ours, name in HF_SETTINGS[kind].items()}
+    if kind == "gpt2":
+        activation = hf_config.get("activation_function", "gelu_new")
+        expect("activation_function", activation, *HF_GELU)
+        return GPTConfig(arch="gpt2", gelu=HF_GELU[activation], **settings)
+    # the place of theta, and of what scales the positions, differs between versions of transformers
+    rope = {**hf_config, **(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
+    expect("rope_type", rope.get("rope_type", rope.get("type", "default")), "default")
+    expect("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+    for layer_type in hf_config.get("layer_types") or []:
+        expect("layer_types", layer_type, "full_attention")
+    if kind == "deepseek_v3":
+        dense = hf_config.get("first_k_dense_replace", 3)
+        expect("first_k_dense_replace", dense, max(dense, settings["n_layer"]))
+    else:
+        head_dim = settings["n_embd"] // settings["n_head"]
+        expect("head_dim", hf_config.get("head_dim") or (128 if kind == "qwen3" else head_dim), head_dim)
+    return GPTConfig(arch="llama", attention="mla" if kind == "deepseek_v3" else "mha", qk_norm=kind == "qwen3",
+                     rope_theta=float(rope.get("rope_theta") or 10000), **settings)
+
+
+# -----------------------------------------------------------------------------
+# other people's models as checkpoints
+
+def convert_checkpoint(state_dict, config, **facts):
+    """
+    The dict of load_checkpoint for a model trained elsewhere. Raises ValueError for other vocabularies than ours, which is
+    recognised by its size: 50257 or 50304 ids are gpt2's, 384 are bytes. New rows, up to 50304, are the mean of the others:
+    a row of zeros has the logit 0, far above what GPT-2 gives its likeliest token, and would win the softmax.
+    """
+    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(config.vocab_size)
+    if tokenizer is None:
+        raise ValueError(f"its vocabulary has {config.vocab_size} ids; expected 50257 or 50304 (gpt2) or 384 (bytes)")
+    if config.vocab_size == 50257:
+        config.vocab_size = 50304
+        for name in {"transformer.wte.weight", "lm_head.weight"} & state_dict.keys():
+            mean = state_dict[name].mean(0, dtype=torch.float32).type_as(state_dict[name])
+            state_dict[name] = torch.cat((state_dict[name], mean.expand(47, -1)))
+    if config.arch == "gpt2":
+        state_dict["lm_head.weight"] = state_dict["transformer.wte.weight"]
+    return {"model": state_dict, "model_args": asdict(config), "config": {}, "tokenizer": tokenizer, "stage": "base",
+            "iter_num": 0, "val_loss": math.nan, "val_iter": 0, **facts}
+
+
+def convert_nanogpt(checkpoint):
+    """nanoGPT's ckpt.pt -> ours. Its GELU is exact, and its bias=False is a GPT-2 whose biases are zero."""
+    args = checkpoint["model_args"]
+    if args["vocab_size"] == 384:
+        raise ValueError("its vocabulary has 384 ids, from its own prepare.py; expected 50257 or 50304, gpt2's")
+    config = GPTConfig(gelu="exact", max_seq_len=args["block_size"], **{
+        name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")})
+    # _orig_mod. comes from saving a compiled model; attn.bias was the causal mask before torch 2
+    model = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()
+             if not name.endswith(".attn.bias")}
+    for name in list(model) if not args.get("bias", True) else []:
+        if not name.endswith(("wte.weight", "wpe.weight", "lm_head.weight")):
+            model[name.replace("weight", "bias")] = torch.zeros(len(model[name]))
+    return convert_checkpoint(model, config, config=checkpoint["config"], iter_num=checkpoint["iter_num"],
+                              val_loss=float(checkpoint.get("best_val_loss", math.nan)), val_iter=checkpoint["iter_num"])
+
+
+def load_hf(path):
+    """
+    The dict of load_checkpoint for a Hugging Face folder (config.json; safetensors or pytorch_model.bin, in one file or
+    several; run.json if export_hf.py wrote it), or for one of GPT2_MODELS, from the hub. Ends the program in one line if
+    path is neither.
+    """
+    folder = Path(path)
+    if str(path) in GPT2_MODELS and not folder.exists():
+        from huggingface_hub import snapshot_download  # datasets brings it
+        with one_line_errors(f"{path}: cannot be fetched from the Hugging Face hub",
+                             "without a network give the path of a folder with its config.json and model.safetensors"):
+            folder = Path(snapshot_download(f"openai-community/{path}", allow_patterns=["config.json", "model.safetensors"]))
+    with one_line_errors(f"{path}: not a readable checkpoint", f"expected a ckpt.pt of ours or nanoGPT's, its folder, a "
+                         f"Hugging Face folder, or one of {', '.join(GPT2_MODELS)}"):
+        config = config_from_hf(read_json(folder / "config.json"))
+        files = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+        if not files:
+            raise ValueError("it has a config.json, but neither model.safetensors nor pytorch_model.bin")
+        weights = {}
+        for file in files:
+            if file.suffix == ".bin":
+                weights |= torch.load(file, map_location="cpu", weights_only=True)
+            else:
+                weights |= import_safetensors().load_file(file)
+        # causal masks and rotary angles are constants; the files of OpenAI's models lack the prefix
+        prefix = "transformer." if config.arch == "gpt2" else ""
+        weights = {name if name.startswith((prefix, "lm_head.")) else prefix + name: tensor for name, tensor in weights.items()
+                   if not name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq"))}
+        if (folder / "tokenizer.json").exists() and config.vocab_size > 50000:
+            if read_json(folder / "tokenizer.json")["model"]["vocab"].get("\u0120the") != 262:  # " the"
+                raise ValueError("its tokenizer.json is not gpt2's")
+        facts = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
+        return convert_checkpoint(from_hf(weights, config), config, path=str(path), **facts)
+
+
+def import_safetensors():
+    with one_line_errors("", "pip install safetensors", ImportError):
+        import safetensors.torch
+    return safetensors.torch
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path, content):
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-# ---------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # tokenizer
 
-def bpe_parts(token, ranks):
-    """The two parts, as bytes, that byte pair encoding merges last on its way to `token`; ranks: bytes -> rank."""
+def bpe_merge(token, ranks):
+    """The two byte strings that byte pair encoding merges last to get `token`. ranks: byte string -> id."""
     parts = [token[i:i + 1] for i in range(len(token))]
     while len(parts) > 2:
         i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], math.inf))
@@ -98,40 +258,37 @@ def bpe_parts(token, ranks):
 
 def tokenizer_to_hf(tokenizer):
     """
-    The content of tokenizer.json for a tiktoken.Encoding: gpt2, or bytes, which is the same with no merges and no words.
-    tiktoken keeps the ranks of whole tokens; `tokenizers` wants the merges, which are worked out from them.
+    tokenizer.json, as a dict, for a tiktoken.Encoding: gpt2, or bytes, which has no merges and does not split text into
+    words. tiktoken has the ranks of whole tokens; `tokenizers` wants the merges, which follow from them.
     """
-    # the letter that stands for each byte: itself where it can be printed, else the next one from 256 on (GPT-2's encoder.py)
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = itertools.count(256)
-    letter = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    special = {END_OF_TEXT: tokenizer.eot_token} | {f"<|{name}|>": i for name, i in chat_tokens(tokenizer).items()}
-    ranks = {tokenizer.decode_single_token_bytes(i): i for i in range(tokenizer.n_vocab) if i not in special.values()}
-    spelled = {token: "".join(letter[byte] for byte in token) for token in ranks}
-    merges = [[spelled[part] for part in bpe_parts(token, ranks)] for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+    # the character that stands for each byte: itself if printable, else the next one from 256 on (GPT-2's encoder.py)
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+    characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    special = {END_OF_TEXT: tokenizer.eot_token, **{f"<|{name}|>": i for name, i in chat_tokens(tokenizer).items()}}
+    ranks = {tokenizer.decode_single_token_bytes(i): i for i in range(tokenizer.n_vocab) if i != tokenizer.eot_token}
+    spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    merges = [[spelled[part] for part in bpe_merge(token, ranks)] for token in ranks if len(token) > 1]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": i, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False} for name, i in special.items()],
-        "pre_tokenizer": {**byte_level, "use_regex": bool(merges)},  # the regular expression is GPT-2's
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                  "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-                  "vocab": {spelled[token]: i for token, i in ranks.items()}, "merges": merges},
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": name, "special": True, "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False} for name, i in special.items()],
+        "pre_tokenizer": {**byte_level, "use_regex": bool(merges)},  # GPT-2's regular expression, which finds words
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {spelled[token]: i for token, i in ranks.items()}, "merges": merges},
     }
 
 
-# what render_chat does, in jinja
+# render_chat in jinja
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in " + str(list(ROLES)) + " %}{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if message['role'] not in " + str(list(ROLES)) + " %}{{ raise_exception('unknown role ' + message['role']) }}"
+    "{% endif %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
 
-# ---------------------------------------------------------------------------------------------------
-# the model card
+# -----------------------------------------------------------------------------
+# model card
 
 CARD = """---
 library_name: transformers
@@ -139,136 +296,115 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-{kind}, {n_params:,} parameters, {max_seq_len:,} positions, {dtype}. It opens in
-transformers as `{hf_class}`, without remote code.
-
-| | |
-|---|---|
-{figures}
+A {stage} model, {hf_class}: {n_params:,} parameters, {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, \
+{c.max_seq_len:,} positions, a vocabulary of {c.vocab_size:,} ({tokenizer}), {dtype}.
+Trained for {iter_num:,} steps{tokens}; validation loss {val_loss:.4f} nats per token, at step {val_iter:,}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM.from_pretrained("{name}")
 {usage}
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
-
-## What to know
 
 {notes}
 
-## Settings it was trained with
+Settings it was trained with:
 
 ```json
 {settings}
 ```
 """
-
 USAGE = {
-    "base": """inputs = tokenizer("<|endoftext|>Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))""",
+    "base": 'inputs = tokenizer("<|endoftext|>Once upon a time", return_tensors="pt")',
     "chat": """inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True,
-                                       return_dict=True, return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))""",
+                                       return_dict=True, return_tensors="pt")""",
 }
 
 
 def model_card(name, loaded, config, n_params, dtype):
-    """README.md: what the model is, the run's own figures, and what its user has to know."""
-    kind = {"gpt2": "GPT-2", "llama": "Llama", "qwen3": "Qwen3", "deepseek_v3": "DeepSeek-V3, every layer dense,"}
-    chat, hf_config = loaded["stage"] != "base", config_to_hf(config)
-    unknown = math.isnan(loaded["val_loss"])
-    figures = {
-        "stage": loaded["stage"],
-        "steps": "not known" if unknown else f"{loaded['iter_num']:,}",
-        "validation loss": "not known" if unknown else f"{loaded['val_loss']:.4f} nats per token, at step {loaded['val_iter']:,}",
-        "tokens trained on": f"{loaded['rows_seen'] * loaded['config']['max_seq_len']:,} in this stage"
-                             if "rows_seen" in loaded and "max_seq_len" in loaded["config"] else "not known",
-        "parameters": f"{n_params:,}",
-        "shape": f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, vocabulary {config.vocab_size:,}",
-        "tokenizer": "GPT-2's byte pair encoding" if loaded["tokenizer"] == "gpt2" else "the 256 bytes of UTF-8",
-    }
-    notes = [] if "rows_seen" not in loaded else [  # our loops trained it
-        f"Every document it was trained on begins with `{END_OF_TEXT}`" + (
-            ", and so does every conversation: the chat template writes it." if chat else "; the tokenizer does not add it by itself.")]
-    notes += [
-        "Text that spells a special token, such as `<|end|>`, becomes that token here, in a chat template as in any prompt. "
-        "Where prompts come from strangers, remove such text from what goes into a template.",
-        "The vocabulary is padded; the generation config keeps the ids that stand for nothing from being sampled.",
-    ]
-    if not chat:
-        notes.append("This is a base model: it continues text. It has the chat tokens, but has not learned what they mean, so there is "
-                     "no chat template.")
-    if config.arch == "gpt2" and config.attention == "mla":
-        notes.append(f"It was trained with multi-head latent attention, which caches {config.kv_lora_rank} numbers a token and layer. Here "
-                     f"keys and values are multiplied out, so that it is a plain GPT-2 that caches {2 * config.n_embd}: the small cache "
-                     f"is lost in this format, and the {dtype} logits may differ in the last digits.")
-    if loaded["tokenizer"] == "bytes":
-        notes.append("llama.cpp's converter refuses its tokenizer: it knows those on its list, GPT-2's among them, and not this one.")
+    """README.md: what the model is, how it was trained, what its user should know."""
+    rows, stage = loaded.get("rows_seen"), loaded["stage"]
+    notes = [
+        "Text that spells a special token, like `<|end|>`, becomes that token here, in a chat template as in any prompt: "
+        "remove it from what strangers write.",
+        "The vocabulary is padded; generation_config.json keeps the padding from being sampled."]
+    if rows is not None:  # trained here
+        notes.append(f"Every document it was trained on begins with `{END_OF_TEXT}`"
+                     + (", and so does every conversation." if stage == "chat" else "; the tokenizer does not add it."))
+    if stage == "base":
+        notes.append("A base model continues text. It has not learned what the chat tokens mean, so it has no chat template.")
+    if config.attention == "mla" and config.arch == "gpt2":
+        notes.append(MULTIPLIED_OUT.format(config.kv_lora_rank, 2 * config.n_embd))
     if dtype != "float32":
         notes.append(f"The weights were trained in float32 and are rounded to {dtype}.")
     return CARD.format(
-        name=name, kind=f"A {'chat' if chat else 'base'} model of the architecture {kind[hf_config['model_type']]}".rstrip(","),
-        n_params=n_params, max_seq_len=config.max_seq_len, dtype=dtype, hf_class=hf_config["architectures"][0],
-        figures="\n".join(f"| {key} | {value} |" for key, value in figures.items()), usage=USAGE["chat" if chat else "base"],
-        notes="\n".join(f"- {note}" for note in notes), settings=json.dumps(loaded["config"], indent=1))
+        name=name, c=config, n_params=n_params, dtype=dtype, hf_class=config_to_hf(config)["architectures"][0],
+        tokens="" if rows is None else f" on {rows * loaded['config']['max_seq_len']:,} tokens in this stage",
+        notes="\n".join(f"- {note}" for note in notes), settings=json.dumps(loaded["config"], indent=1), usage=USAGE[stage],
+        **{key: loaded[key] for key in ("stage", "iter_num", "val_loss", "val_iter", "tokenizer")})
 
 
-# ---------------------------------------------------------------------------------------------------
-# the export
+MULTIPLIED_OUT = ("Its latent attention caches {} numbers per token and layer. Here keys and values are multiplied out, so it is "
+                  "a plain GPT-2, which caches {}: the small cache is lost.")
 
-OURS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
-        "README.md", "config.json")
 
+# -----------------------------------------------------------------------------
+# export
 
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
-    """Writes the model in `checkpoint`, whatever runtime.load_checkpoint opens, to out_dir; the settings above say the rest."""
+    """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir; see the settings."""
     folder = Path(out_dir)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if folder.resolve() == Path(checkpoint).resolve() or any((folder / name).exists() for name in runtime.CHECKPOINTS):
+    if folder.exists() and any(folder.iterdir()):
+        if has_checkpoint(folder) or folder.resolve() == Path(checkpoint).resolve():
             fail(f"--out_dir={out_dir}: holds a checkpoint; give another folder")
-        if not folder.is_dir() or not (folder / "run.json").exists():
+        if not (folder / "run.json").exists():
             fail(f"--out_dir={out_dir}: is not empty, and holds no export of this script; give another folder")
         if not overwrite:
-            fail(f"--out_dir={out_dir}: is not empty; give another folder, or replace the export in it with --overwrite=True")
-    loaded = runtime.load_checkpoint(checkpoint)
-    config = GPTConfig(**loaded["model_args"])
-    tokenizer = get_tokenizer(loaded["tokenizer"])
-    end, chat = chat_tokens(tokenizer)["end"], loaded["stage"] != "base"
+            fail(f"--out_dir={out_dir}: holds an export; give another folder, or replace it with --overwrite=True")
+    import_safetensors()
+    from huggingface_hub import save_torch_state_dict  # datasets brings it
+    model, loaded = load_model(checkpoint, "cpu")
+    print(describe_model(checkpoint, loaded), flush=True)
+    config, tokenizer, chat = model.config, get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in to_hf(model.state_dict(), config).items()
+               if config.arch == "llama" or name != "lm_head.weight"}  # gpt2's is the embedding
+    for name, tensor in tensors.items():
+        if dtype == "float16" and tensor.isinf().any():
+            fail(f"--dtype=float16: {name} holds larger numbers; bfloat16 holds them")
+    n_params = sum(tensor.numel() for tensor in tensors.values())
+    eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
+    ends = {"bos_token_id": eot, "eos_token_id": [end, eot] if chat else eot, "pad_token_id": eot}
+    n_vocab = end + 1 if chat else tokenizer.n_vocab  # the ids from here on are padding, or were not trained
+    facts = {key: loaded[key] for key in ("stage", "iter_num", "rows_seen", "val_loss", "val_iter", "config")
+             if key in loaded and loaded[key] == loaded[key]}  # without nan
 
-    if dtype == "float16":
-        for name, tensor in loaded["model"].items():
-            if tensor.abs().max() > 65504:
-                fail(f"--dtype=float16: {name} holds {tensor.abs().max():.3g}, and float16 ends at 65504; bfloat16 holds it")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "run.json", {})  # it is this script's folder, whatever happens before the end
-    for pattern in OURS:
-        for path in folder.glob(pattern):
-            path.unlink()
-    n_params = write_weights(folder, loaded["model"], config, getattr(torch, dtype), shard_size)
-    write_json(folder / "tokenizer.json", tokenizer_to_hf(tokenizer))
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len, "clean_up_tokenization_spaces": False,
-        "bos_token": END_OF_TEXT, "eos_token": "<|end|>" if chat else END_OF_TEXT, "pad_token": END_OF_TEXT,
-        **({"chat_template": CHAT_TEMPLATE} if chat else {})})
-    ends = {"bos_token_id": tokenizer.eot_token, "eos_token_id": [end, tokenizer.eot_token] if chat else tokenizer.eot_token,
-            "pad_token_id": tokenizer.eot_token}
-    n_vocab = end + 1 if chat else tokenizer.n_vocab  # from here on ids stand for nothing, or nothing that was learned
-    write_json(folder / "generation_config.json", {**ends, "suppress_tokens": list(range(n_vocab, config.vocab_size))})
-    write_json(folder / "run.json", {key: loaded[key] for key in ("stage", "iter_num", "rows_seen", "val_loss", "val_iter", "config")
-                                     if key in loaded and not (key == "val_loss" and math.isnan(loaded[key]))})
-    card = model_card(folder.resolve().name, loaded, config, n_params, dtype)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    hf_config = {**config_to_hf(config), **ends, "dtype": dtype, "torch_dtype": dtype}  # the second for transformers before 4.56
-    write_json(folder / "config.json", hf_config)  # last: without it nothing opens the folder
-
-    print(f"{checkpoint}: {loaded['stage']} model, {n_params / 1e6:.1f}M parameters -> {out_dir}: {hf_config['architectures'][0]}, {dtype}")
+    with one_line_errors(f"--out_dir={out_dir}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "run.json", facts)  # from here on it is a folder of this script
+        (folder / "config.json").unlink(missing_ok=True)  # written last: without it nothing opens the folder
+        save_torch_state_dict(tensors, folder, max_shard_size=shard_size)
+        write_json(folder / "tokenizer.json", tokenizer_to_hf(tokenizer))
+        write_json(folder / "tokenizer_config.json", {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,
+            "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
+            "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None})
+        write_json(folder / "generation_config.json", {**ends, "suppress_tokens": [*range(n_vocab, config.vocab_size)]})
+        card = model_card(folder.resolve().name, loaded, config, n_params, dtype)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        hf_config = {**config_to_hf(config), **ends, "dtype": dtype, "torch_dtype": dtype}  # the latter before 4.56
+        write_json(folder / "config.json", hf_config)
+    print(f"{out_dir}: {hf_config['architectures'][0]}, {n_params / 1e6:.1f}M parameters, {dtype}")
     if config.arch == "gpt2" and config.attention == "mla":
-        print(f"its keys and values are multiplied out: as a plain GPT-2 it caches {2 * config.n_embd} numbers a token and layer, not "
-              f"{config.kv_lora_rank}; the small cache is lost in this format")
+        print(MULTIPLIED_OUT.format(config.kv_lora_rank, 2 * config.n_embd))
 
 
 if __name__ == "__main__":
-    sys.excepthook = runtime.explain
-    config, given = configure(globals())
-    expect_range(config, 1, math.inf, "shard_size")
+    checkpoint: str = "out/ckpt.pt"  # ours or nanoGPT's, or its folder; a Hugging Face folder; gpt2, gpt2-medium, ...
+    out_dir: str = "hf-model"  # the folder to write
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; float32 loses nothing
+    shard_size: Positive = 5_000_000_000  # bytes per .safetensors file; a larger model takes several
+    overwrite: bool = False  # replace the export in out_dir
+    config, overrides = configure(globals())
+    sys.excepthook = runtime.excepthook
     export(**config)

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from inspect import signature
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from configurator import fail
+from configurator import fail, format_error, one_line_errors
 from model import IGNORE
 
 # -----------------------------------------------------------------------------
@@ -38,29 +39,25 @@ def init_process(device):
     Init torch.distributed under torchrun; pick the device. device: auto, cpu, cuda, cuda:N or mps.
     Returns rank, world_size, torch.device.
     """
-    world_size, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     sys.excepthook = excepthook
     for stream in (sys.stdin, sys.stdout):  # a character that a terminal cannot show is no reason to stop
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda", "mps") or not (index == "" or index.isdigit()):
-        fail(f"--device={device}: expected auto, cpu, cuda, cuda:N or mps")
-    if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[kind]:
-        fail(f"--device={device}: torch {torch.__version__} finds no such device here; --device=auto takes what there is")
-    if kind == "cuda":
-        if world_size > 1 and index:
-            fail(f"--device={device}: torchrun gives each rank its own GPU, so give --device=cuda")
-        index, count = int(index or local_rank), torch.cuda.device_count()
-        if index >= count:
-            fail(f"--device={device}: GPU {index} is wanted, and there are {count}; with torchrun start one rank per GPU")
-        device = f"cuda:{index}"
-        torch.cuda.set_device(index)
-    device = torch.device(device)
+    if device == "cuda":  # under torchrun one GPU per rank
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    elif world_size > 1 and device != "cpu":
+        fail(f"--device={device}: torchrun needs cuda, which gives each rank a GPU of its own, or cpu")
+    with one_line_errors(f"--device={device}", "expected auto, cpu, cuda, cuda:N or mps, and a device that is here"):
+        torch.empty(1, device=device)
+        device = torch.device(device)
     torch.set_float32_matmul_precision("high")  # TF32
-    if kind == "cpu":
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
     if "RANK" in os.environ:
         store = None
@@ -69,8 +66,7 @@ def init_process(device):
             # 2.13, gloo), so each start has its own prefix. With several machines no number tells one start from another.
             prefix = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
             store = dist.PrefixStore(prefix, next(dist.rendezvous("env://"))[0])
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None,
-                                store=store, **({"rank": rank(), "world_size": world_size} if store else {}))
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, store=store, **({"rank": rank(), "world_size": world_size} if store else {}))
     return rank(), world_size, device
 
 
@@ -89,14 +85,6 @@ def all_reduce(first, *more):
     if dist.is_initialized():
         dist.all_reduce(values)
     return values.tolist()
-
-
-def broadcast(value, device):
-    """A bool of rank 0, on all ranks."""
-    value = torch.tensor(value, device=device)
-    if dist.is_initialized():
-        dist.broadcast(value, 0)
-    return bool(value)
 
 
 def pick_dtype(dtype, device):
@@ -127,25 +115,18 @@ PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12,
               "MI250X": 191.5e12}  # MI250X: is two devices
 
 
-def data_sheet_flops(device, dtype):
-    """FLOP/s of a GPU by its data sheet; None if it is not in PEAK_FLOPS, and for float32."""
+def peak_flops(device, dtype):
+    """FLOP/s of one device, for MFU: its data sheet's if PEAK_FLOPS has it, or else those of a matmul measured here."""
     if device.type == "cuda" and dtype != "float32":
         found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (Ti|D|Laptop)\b)", torch.cuda.get_device_name(device))
-        return PEAK_FLOPS[found[1]] if found else None
-
-
-def peak_flops(device, dtype):
-    """FLOP/s of one device, for MFU: the data sheet's, or else those of a matmul measured here."""
-    sheet = data_sheet_flops(device, dtype)
-    if sheet:
-        return sheet
-    n = 1024 if device.type == "cpu" else 4096
+        if found:
+            return PEAK_FLOPS[found[1]]
+    n, best = 1024 if device.type == "cpu" else 4096, math.inf
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
-    best = math.inf
     for _ in range(8):
-        t = time.perf_counter()
+        start = time.perf_counter()
         (a @ a)[0, 0].item()  # item waits for the device
-        best = min(best, time.perf_counter() - t)
+        best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
 
 
@@ -221,24 +202,19 @@ def compile_error(device, backend):
     """Why torch.compile cannot work here (no C++ compiler, no Triton, ...), in one line; None if it can."""
     if backend not in torch._dynamo.list_backends(None):
         fail(f"--compile_backend={backend}: expected one of {', '.join(torch._dynamo.list_backends(None))}")
-    if device.type == "mps":
-        return "torch.compile is not ready for MPS"
     try:
         torch.compile(lambda x: x * 2, backend=backend)(torch.ones(8, device=device))
     except Exception as error:
-        cause = error.__cause__ or error
-        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:150]}"
-    return None
+        return format_error(error.__cause__ or error)
 
 
 def compile_options(config, device):
-    """Arguments of torch.compile; None with --compile=False, or with a warning where it cannot work."""
+    """Arguments of torch.compile; None with --compile=False, and, with a warning, where it cannot work."""
     error = config["compile"] and compile_error(device, config["compile_backend"])
     if error:
         print0(f"WARNING: torch.compile cannot work here ({error}): running uncompiled, slower")
-    if error or not config["compile"]:
-        return None
-    return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
+    if config["compile"] and not error:
+        return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
 
 
 def wrap_ddp(model, device):
@@ -257,6 +233,8 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
     of its gradients after a first backward: it is the order in which three ranks or more sum them, so a resumed run needs
     it as well. Returns seconds.
     """
+    if not options and not dist.is_initialized():
+        return None
     start = time.time()
     if options:
         print0("compiling ...")
@@ -309,48 +287,35 @@ def eval_share(model):
 
 FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl": "perplexity {:.2f}",
            "val_bpb": "{:.4f} bits per byte", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "ms": "{:.0f} ms",
-           "tok_per_sec": "{:,.0f} tok/s", "useful": "{:.1%} useful", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
+           "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
            "sparsity": "sparsity {:.2%}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}"}
 
 
 class Logger:
     """
     log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints what FORMATS has, and calls the trackers.
-    log.step(...) adds up a step's numbers; log.train(...) logs those since its last call. metrics: functions that return a
-    dict for it. All ranks call it, as metrics may be collective; rank 0 writes.
+    log.step(...) adds up a step's numbers; log.train(...) logs those since its last call, with `metrics`: functions that
+    return a dict, called on all ranks. Rank 0 writes. Create it after the warm-up: a graph compiled later is a recompile.
     """
 
-    def __init__(self, out_dir, config, overrides, max_iters, loader, model, device, dtype, metrics, resuming):
-        self.path, self.max_iters, self.loader = Path(out_dir) / "log.jsonl", max_iters, loader
-        self.metrics, self.trackers, self.device, self.dtype = metrics, [], device, dtype
-        self.flops_per_row = model.flops_per_token(loader.dataset.max_seq_len) * loader.dataset.max_seq_len
+    def __init__(self, out_dir, config, max_iters, loader, model, device, dtype, metrics, resumed_at):
+        self.path, self.max_iters, self.loader, self.metrics = Path(out_dir) / "log.jsonl", max_iters, loader, metrics
+        self.device, self.dtype, self.trackers, self.sums = device, dtype, [], Counter()
+        self.flops_per_token = model.flops_per_token(loader.dataset.max_seq_len)
         self.peak_flops = peak_flops(device, dtype) * loader.world_size
-        self.skipped = self.recompiles = 0
-        self.reset()
+        self.skipped, self.recompiles, self.graphs = 0, 0, graphs_compiled()
         if rank() == 0:
-            if not resuming:  # what an overwritten run left
+            if resumed_at is None:  # what an overwritten run left
                 for path in [*self.path.parent.glob("ckpt*.pt*"), self.path]:
                     path.unlink(missing_ok=True)
             (self.path.parent / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
+        if resumed_at is not None:
+            print0(f"resumed at step {resumed_at}, {loader.rows_seen:,} rows seen")
+            self(resumed_at, event="resume")
 
-    def reset(self):
-        self.loss_sum = self.targets = self.tokens = self.rows = self.seconds = self.steps = self.clipped = 0
-        self.loader.wait_seconds = 0.0
-
-    def watch_recompiles(self):
-        """From here on, after the warm-up."""
-        self.graphs = graphs_compiled()
-
-    def step(self, loss_sum, targets, tokens, rows, seconds, clipped):
-        """One step of the whole job: summed loss, trained and non-padding tokens, rows, seconds, whether it was clipped."""
-        self.loss_sum += loss_sum
-        self.targets += targets
-        self.tokens += tokens
-        self.rows += rows
-        self.seconds += seconds
-        self.clipped += clipped
-        self.steps += 1
+    def step(self, **sums):
+        """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, seconds, clipped."""
+        self.sums.update(sums, steps=1)
         if graphs_compiled() > self.graphs + self.recompiles:
             self.recompiles = graphs_compiled() - self.graphs
             print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far (TORCH_LOGS=recompiles "
@@ -364,18 +329,18 @@ class Logger:
                    f"skipped, {self.skipped} so far")
 
     def train(self, iter_num, **values):
-        """Logs the steps since the last call: the mean loss over their targets, non-padding tokens/s, ..."""
-        places, dataset = self.rows * self.loader.dataset.max_seq_len, self.loader.dataset
-        for metric in self.metrics:  # all ranks: they may be collective
+        """Logs the steps since the last call: their mean loss, tokens/s, ..."""
+        for metric in self.metrics:
             values |= metric()
-        self(iter_num, train_loss=self.loss_sum / max(self.targets, 1), ms=1000 * self.seconds / self.steps,
-             tok_per_sec=self.tokens / self.seconds, mfu=self.flops_per_row * self.rows / self.seconds / self.peak_flops,
-             eta_seconds=(self.max_iters - iter_num) * self.seconds / self.steps,
-             peak_mem_mb=peak_memory_mb(self.device), wait=self.loader.wait_seconds / self.seconds,
-             epoch=self.loader.rows_seen / len(dataset), targets=self.targets, clipped=self.clipped,
-             skipped=self.skipped, recompiles=self.recompiles,
-             **({"useful": self.tokens / places} if self.tokens < places else {}), **values)
-        self.reset()
+        sums, self.sums = self.sums, Counter()
+        seconds, tokens = sums["seconds"], sums["rows"] * self.loader.dataset.max_seq_len
+        wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
+        self(iter_num, train_loss=sums["loss_sum"] / max(sums["targets"], 1), ms=1000 * seconds / sums["steps"],
+             tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / tokens,
+             mfu=self.flops_per_token * tokens / seconds / self.peak_flops,
+             eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], peak_mem_mb=peak_memory_mb(self.device),
+             wait=wait_seconds / seconds, epoch=self.loader.rows_seen / len(self.loader.dataset),
+             targets=sums["targets"], clipped=sums["clipped"], skipped=self.skipped, recompiles=self.recompiles, **values)
 
     def __call__(self, iter_num, **values):
         if rank() > 0 or not values:
@@ -386,9 +351,6 @@ class Logger:
         if shown:
             print(f"step {iter_num}/{self.max_iters}: {', '.join(shown)}", flush=True)
         values = {"iter": iter_num, "tokens": self.loader.tokens, **values}
-        for key, value in values.items():
-            if isinstance(value, float) and not key.endswith("loss"):
-                values[key] = float(f"{value:.6g}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with open(self.path, "a+b") as f:
@@ -412,8 +374,9 @@ def finish(iter_num, out_dir, stopped, result):
         dist.destroy_process_group()
 
 
-def warn_unused(config, overrides):
-    """Names the settings given that nothing reads in this run. A warning: a recipe with another --optimizer is fine."""
+def report_settings(config, overrides):
+    """Prints what differs from the defaults, and warns of what nothing reads in this run: it may be part of a recipe."""
+    print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     for needs, met, names in (
             ("--optimizer=muon", config["optimizer"] == "muon", "muon_lr"),
             ("--optimizer=adamw_spam", config["optimizer"] == "adamw_spam", "spam_interval"),

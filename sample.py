@@ -1,5 +1,5 @@
 """
-Continues a prompt with a trained model, or talks to a chat model.
+Completes a prompt with a trained model, or chats with a chat model in the terminal.
 
     python sample.py --checkpoint=out/ckpt.pt --prompt='def main(' --num_samples=3
     python sample.py --prompt=FILE:prompt.txt
@@ -7,189 +7,243 @@ Continues a prompt with a trained model, or talks to a chat model.
     python sample.py --checkpoint=out/ckpt.pt --num_samples=20 --compile=True
 """
 import codecs
+import copy
 import math
-import sys
-import time
-from typing import Literal, Optional
+from pathlib import Path
+from typing import Annotated, Literal, Optional
+
+import torch
 
 import runtime
-from configurator import configure, expect_range, fail
-from prepare_data import END_OF_TEXT, REFUSED, chat_tokens, encode, get_tokenizer, render_chat
-
-# ---------------------------------------------------------------------------------------------------
-# settings
-checkpoint: str = "out/ckpt.pt"  # the checkpoint, or the out_dir it lies in; nanoGPT's; a Hugging Face folder; gpt2, gpt2-medium, ...
-prompt: str = ""  # text to continue, or FILE:path to read it from; empty: the start of a document
-chat: bool = False  # a conversation in the terminal instead; with a prompt: the answer to it
-system: str = ""  # chat: what the model is told before the conversation; empty: nothing
-num_samples: int = 1  # texts, one after the other
-max_new_tokens: int = 256  # length of each at most
-temperature: float = 0.8  # 0: always the likeliest token
-top_k: int = 200  # sample among that many likeliest tokens; 0: all
-top_p: float = 1.0  # sample among the likeliest tokens that make up this mass; 1: all
-min_p: float = 0.0  # leave out tokens less likely than this fraction of the likeliest; 0: none
-seed: Optional[int] = 1337  # sample i uses seed + i; None: another text each time
-device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
-dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: what the device is good at
-compile: bool = False  # torch.compile for the step that makes a token: seconds, and then about twice the speed
-config, given = configure(globals())
-
-expect_range(config, 1, math.inf, "num_samples", "max_new_tokens")
-expect_range(config, 0, math.inf, "temperature", "top_k")
-expect_range(config, 0, 1, "top_p", "min_p")
-expect_range(config, 0, 2 ** 63 - 1, "seed")
-if top_p == 0:
-    fail("--top_p=0: expected a number above 0, to 1; with --temperature=0 the likeliest token is taken")
-if system and not chat or chat and num_samples != 1:
-    fail("--system is for --chat=True" if system else f"--num_samples={num_samples}: --chat=True answers once")
-system = system.strip()
-text = prompt
-if prompt.startswith("FILE:"):
-    try:
-        with open(prompt.removeprefix("FILE:"), encoding="utf-8") as f:
-            text = f.read()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"--prompt={prompt}: {error}")
-
-# ---------------------------------------------------------------------------------------------------
-# model
-_, _, compute_device = runtime.init_process(device)
-autocast = runtime.autocast(compute_device, runtime.pick_dtype(dtype, compute_device))
-model, loaded = runtime.load_model(checkpoint, compute_device)
-tokenizer = get_tokenizer(loaded["tokenizer"])
-print(runtime.introduce(checkpoint, loaded, sum(p.numel() for p in model.parameters())))
-try:
-    encode(tokenizer, text), encode(tokenizer, system)
-except ValueError:
-    fail(f"--prompt or --system: {REFUSED}")
-special = chat_tokens(tokenizer)
-stop_ids = [tokenizer.eot_token] + ([*special.values()] if chat else [])
-step = None
-if compile:
-    problem = runtime.compiler_problem(compute_device, "inductor")
-    if problem:
-        print(f"WARNING: torch.compile cannot work here ({problem}): going on uncompiled, slower")
-    else:
-        print("compiling the decoding step ...", end="", flush=True)
-        t0 = time.time()
-        with autocast:
-            step = model.compile_step(1)
-        print(f" in {time.time() - t0:.0f} s")
+from checkpoint import describe_model, load_model
+from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, configure, fail, one_line_errors
+from tokenizer import END_OF_TEXT, chat_tokens, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
 
-def write(ids, n, seed):
-    """Prints up to n tokens behind ids as they come -> the text, and what ended it: one of stop_ids, Ctrl-C or the length."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
-    text, ended_by = "", "length"
-    n_vocab = tokenizer.n_vocab + (len(special) if chat else 0)
-    try:
-        with autocast:
-            for token, in model.generate([ids], n, temperature, top_k, top_p, min_p, stop_ids, seed, n_vocab, step):
-                if token in stop_ids:
-                    ended_by = "stop id"
-                    break
-                piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
-                print(runtime.printable(piece), end="", flush=True)
-                text += piece
-    except KeyboardInterrupt:
-        if not chat:
-            raise
-        print(" (stopped)", end="")
-        ended_by = "Ctrl-C"
-    except ValueError as error:
-        print()
-        fail(f"--checkpoint={checkpoint}: {error}")
-    rest = decoder.decode(b"", final=True)
-    print(rest, flush=True)
-    return text + rest, ended_by
-
-
-# ---------------------------------------------------------------------------------------------------
-# chat
-def answer(messages, turn):
+@torch.no_grad()
+def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(), seed=None,
+             n_vocab=None, compiled=None):
     """
-    Prints the model's answer to messages -> the messages from here on: with the answer, and without the oldest turns
-    where all of them are too long. None where the last one alone is, and no answer was given: --prompt fails then.
+    Continues a batch of prompts with a KV cache; yields, for each new position, a list of B ids, None for rows that have
+    stopped. Raises ValueError if a prompt is empty or the logits are not finite.
+
+    prompts: B lists of ids, of any lengths. No row's logits depend on the others.
+    temperature 0 is greedy. top_k (0: off), top_p (Holtzman et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0: off)
+    are applied in this order, as in transformers. A row ends after one of stop_ids, which is yielded. n_vocab: ids from
+    here on, the padding of the vocabulary, are never sampled. compiled: from compile_step, for B rows; it decodes, and
+    the prompts are read uncompiled.
+    A row that outgrows max_seq_len keeps its last max_seq_len + 1 - (tokens still wanted) ids, but at least half of
+    max_seq_len: all positions change, so the cache is filled anew.
     """
-    positions = model.config.max_seq_len
-    start = 1 if messages[0]["role"] == "system" else 0
-    forgotten = 0
-    while True:
+    device, max_len = model.lm_head.weight.device, model.config.max_seq_len
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    if not prompts or not all(prompts):
+        raise ValueError("prompts: expected at least one, and none without ids")
+    step, static_cache = compiled or (model, None)
+    rows, running, cache = prompts, [True] * len(prompts), None
+    was_training = model.training
+    model.eval()
+    try:
+        for left in range(max_new_tokens, 0, -1):
+            if max(map(len, rows)) > max_len:
+                keep = max(max_len - left + 1, max_len // 2, 1)
+                rows = [row if len(row) <= max_len else row[-keep:] for row in rows]
+                cache = None
+            last = torch.tensor([len(row) - 1 for row in rows], device=device)
+            if cache is None:  # prefill
+                width = max(map(len, rows))
+                # the padding of short rows is cached, then overwritten before any query looks that far
+                idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+                positions = torch.arange(width, device=device).expand_as(idx)
+                cache = static_cache or model.new_cache(len(rows), min(width + left, max_len), cache_dtype(model))
+                x = model.hidden_states(idx, positions, cache=cache)
+                logits = model.lm_head(x[range(len(rows)), last])
+            else:
+                idx = torch.tensor([row[-1:] for row in rows], device=device)
+                logits = step(idx, positions=last[:, None], cache=cache)[:, -1]
+            if not logits.isfinite().all():
+                raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")
+            new = sample_logits(logits.float(), temperature, top_k, top_p, min_p, generator, n_vocab).tolist()
+            yield [token if on else None for token, on in zip(new, running)]
+            running = [on and token not in stop_ids for token, on in zip(new, running)]
+            if not any(running):
+                return
+            rows = [row + [token] if on else row for row, token, on in zip(rows, new, running)]
+    finally:  # also when the caller stops iterating
+        model.train(was_training)
+
+
+def cache_dtype(model):
+    """autocast's dtype where it is on, else the weights'."""
+    dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
+def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, generator=None, n_vocab=None):
+    """One id per row of logits (B, V) float32 -> (B,) int64; see generate for the settings."""
+    logits = logits[:, :n_vocab]
+    if temperature < 1e-30:  # greedy; a division by less overflows
+        return logits.argmax(-1)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so none overflows
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:
+        probs, order = logits.softmax(-1).sort(descending=True)
+        drop = probs.cumsum(-1) - probs >= top_p  # the likelier ids make up top_p without it
+        drop[:, 0] = False
+        logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
+    probs = logits.softmax(-1)
+    probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
+    return torch.multinomial(probs, 1, generator=generator).squeeze(1)  # multinomial normalises
+
+
+@torch.no_grad()
+def compile_step(model, batch):
+    """
+    Compiles the decoding of one token for each of `batch` rows -> (step, cache), for generate's `compiled`. One shape and
+    one graph: the cache has all max_seq_len positions and is reused. Call it under the autocast that generate will run
+    under: the matrices are converted to its dtype for good, and the model is for decoding only. (In eager mode autocast
+    casts them once and caches the result; in a compiled step it would cast all of them for each token.)
+    """
+    dtype, device = cache_dtype(model), model.lm_head.weight.device
+    model.eval()
+    model.lm_head = copy.deepcopy(model.lm_head)  # a tied head's embedding stays as it is
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.to(dtype)
+    cache = model.new_cache(batch, model.config.max_seq_len, dtype)
+    for tensor in sum(cache, []):
+        torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
+    compiled = torch.compile(model, dynamic=False, fullgraph=True,
+                             mode="reduce-overhead" if device.type == "cuda" else None)
+
+    def step(idx, positions, cache):
+        # For one row PyTorch's own bfloat16 matrix-vector product reads twice the bytes per second that oneDNN's does
+        # (torch 2.13, avx512). For more rows it is many times slower, and would be in decode_attention, hence its fusing.
+        with torch.backends.mkldnn.flags(enabled=batch > 1, allow_tf32=None):
+            return compiled(idx, positions=positions, cache=cache)
+
+    idx = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    for _ in range(3):  # CUDA graphs are recorded at the second
+        step(idx, idx.clone(), cache)  # the same tensor twice would be another graph
+    return step, cache
+
+
+def vocabulary(tokenizer, chat):
+    """generate's stop_ids and n_vocab: the chat tokens end a text of a chat model, and a base model has not learned them."""
+    special = chat_tokens(tokenizer).values() if chat else []
+    return {"stop_ids": [tokenizer.eot_token, *special], "n_vocab": tokenizer.n_vocab + len(special)}
+
+
+def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=False):
+    """A training loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids."""
+    def hook(iter_num, done):
+        if runtime.eval_share(model)[0] > 0 or iter_num == 0 and not chat:
+            return {}
         try:
-            ids = render_chat(tokenizer, messages)[0] + [special["assistant"]]
-        except ValueError:
-            print(f"(your message is {REFUSED})")
-            return None
-        if len(ids) + min(max_new_tokens, positions // 2) <= positions or len(messages) == start + 1:
-            break
-        messages = messages[:start] + messages[start + 2:]
-        forgotten += 1
-    if len(ids) >= positions:
-        too_long = f"makes {len(ids)} tokens, but the model has {positions} positions: say it in fewer words"
-        if one_message:
-            fail(f"--prompt: {too_long}")
-        print(f"(your message {too_long})")
-        return None
-    if forgotten:
-        print("(the oldest turn does not fit any more and is forgotten)" if forgotten == 1 else
-              f"(the oldest {forgotten} turns do not fit any more and are forgotten)")
-    print("model: ", end="", flush=True)
-    text, ended_by = write(ids, min(max_new_tokens, positions - len(ids)), None if seed is None else seed + turn)
-    if ended_by == "length" and len(ids) + max_new_tokens > positions:
-        print("(the model's positions are full)")
-    return messages + [{"role": "assistant", "content": text}] if text else messages[:-1]
+            with autocast, torch.compiler.set_stance("force_eager"):
+                tokens = generate(model, [prompt], max_new_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
+                                  **vocabulary(tokenizer, chat))
+                text = decode_chat(tokenizer, prompt[1:] + [token for token, in tokens])
+        except ValueError as error:
+            text = f"(none: {error})"
+        runtime.print0(f"----- sample\n{sanitize(text if chat else text.removesuffix(END_OF_TEXT))}\n-----")
+        return {}
+
+    return hook
 
 
-if chat:
+if __name__ == "__main__":
+    checkpoint: str = "out/ckpt.pt"  # ours or nanoGPT's, or its folder; a Hugging Face folder; gpt2, gpt2-medium, ...
+    prompt: str = ""  # text to complete, or FILE:path to read it from; empty: the start of a document
+    chat: bool = False  # chat in the terminal; with a prompt: answer it
+    system: str = ""  # chat: the system message; empty: none
+    num_samples: Positive = 1  # one after the other
+    max_new_tokens: Positive = 256  # length limit of each
+    temperature: NonNegativeFloat = 0.8  # 0 = greedy
+    top_k: NonNegative = 200  # sample from this many likeliest tokens; 0 = all
+    top_p: Annotated[float, 1e-300, 1] = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
+    min_p: Fraction = 0.0  # leave out tokens less likely than this fraction of the likeliest
+    seed: Optional[Annotated[int, 0, 2 ** 63 - 1]] = 1337  # sample i uses seed + i; None: a new text each time
+    device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
+    compile: bool = False  # compile the decoding step: takes seconds, then about twice the tokens/s
+    config, overrides = configure(globals())
+    if chat and num_samples > 1 or system and not chat:
+        fail("--chat=True answers once, so it has no --num_samples; and --system needs --chat=True")
+    text = prompt
+    if prompt.startswith("FILE:"):
+        with one_line_errors(f"--prompt={prompt}"):
+            text = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+
+    _, _, device = runtime.init_process(device)
+    autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))
+    model, loaded = load_model(checkpoint, device)
+    print(describe_model(checkpoint, loaded))
+    tokenizer, max_len, compiled = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len, None
+    limits = vocabulary(tokenizer, chat)
+    if runtime.compile_options({**config, "compile_mode": None, "compile_backend": "inductor"}, device):
+        print("compiling the decoding step ...", flush=True)
+        with autocast:
+            compiled = compile_step(model, 1)
+
+    def write(beginning, ids, i):
+        """Prints `beginning` and, as it is generated, the text after ids, with seed + i. Returns that text."""
+        if len(ids) + max_new_tokens - 1 > max_len:
+            print(f"the prompt has {len(ids)} tokens, the model {max_len} positions: it will forget the beginning")
+        print(beginning, end="", flush=True)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+        text = ""
+        try:
+            with autocast, one_line_errors(checkpoint, errors=ValueError):
+                for token, in generate(model, [ids], max_new_tokens, temperature, top_k, top_p, min_p, compiled=compiled,
+                                       seed=None if seed is None else seed + i, **limits):
+                    if not chat or token not in limits["stop_ids"]:
+                        piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
+                        print(sanitize(piece), end="", flush=True)
+                        text += piece
+        except KeyboardInterrupt:
+            if not chat:
+                raise
+            print(" (stopped)", end="")
+        print()
+        return text
+
+    # completion
+    if not chat:
+        with one_line_errors("--prompt"):
+            ids = [tokenizer.eot_token, *encode(tokenizer, text).tolist()]  # a special token in the prompt is text
+        for i in range(num_samples):
+            print(f"----- sample {i + 1}" if num_samples > 1 else "-----")
+            write(text, ids, i)
+        raise SystemExit(0)
+
+    # chat
+    def read_message():
+        try:
+            return input("\nyou: ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return "/quit"
+
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
-    beginning = [{"role": "system", "content": system}] if system else []
-    if len(render_chat(tokenizer, beginning)[0]) > model.config.max_seq_len // 2:
-        fail(f"--system: makes {len(render_chat(tokenizer, beginning)[0])} tokens, and may take half of the model's "
-             f"{model.config.max_seq_len} positions: say it in fewer words")
-    messages, turn = list(beginning), 0
-    one_message = bool(text.strip())
-    if one_message:
-        answer(messages + [{"role": "user", "content": text}], 0)
-        raise SystemExit(0)
-    try:
-        import readline  # noqa: F401 where it is there, arrow keys work in input()
-    except ImportError:
-        pass
-    print("/reset begins anew, /quit or Ctrl-D ends, Ctrl-C stops an answer")
-    while True:
-        try:
-            text = input("\nyou: ").strip()
-        except KeyboardInterrupt:
-            print("  (/quit or Ctrl-D ends)")
-            continue
-        except (EOFError, RuntimeError):  # RuntimeError: there is no stdin
-            print()
-            break
-        if not sys.stdin.isatty():
-            print(text)
-        if text == "/quit":
-            break
+    questions = [text] if text.strip() else iter(read_message, "/quit")
+    if not text.strip():
+        import readline  # noqa: F401 arrow keys work in input()
+        print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+    system_message = [{"role": "system", "content": system}] if system else []
+    messages = []
+    for text in questions:
         if text == "/reset":
-            messages = list(beginning)
+            messages = []
             print("(a new conversation)")
-        elif text.startswith("/"):
-            print("(/reset begins anew, /quit or Ctrl-D ends)")
         elif text:
-            messages = answer(messages + [{"role": "user", "content": text}], turn) or messages
-            turn += 1
-    raise SystemExit(0)
-
-# ---------------------------------------------------------------------------------------------------
-# a text
-ids = [tokenizer.eot_token] + encode(tokenizer, text).tolist()  # a special token that the prompt spells is text
-if len(ids) > model.config.max_seq_len:
-    print(f"the prompt has {len(ids)} tokens, the model {model.config.max_seq_len} positions: it reads the last part of the prompt")
-elif len(ids) + max_new_tokens - 1 > model.config.max_seq_len:
-    print(f"prompt and answer are longer than the model's {model.config.max_seq_len} positions: it will forget the beginning")
-for i in range(num_samples):
-    print("-" * 5 + (f" sample {i + 1}" if num_samples > 1 else ""))
-    print(text, end="", flush=True)
-    _, ended_by = write(ids, max_new_tokens, None if seed is None else seed + i)
-    if ended_by == "stop id":
-        print(END_OF_TEXT)
+            messages.append({"role": "user", "content": text})
+            while True:
+                ids = render_chat(tokenizer, system_message + messages)[0] + [chat_tokens(tokenizer)["assistant"]]
+                if len(ids) + min(max_new_tokens, max_len // 2) <= max_len or len(messages) == 1:
+                    break
+                print("(the oldest turn does not fit any more and is forgotten)")
+                messages = messages[2:]
+            messages.append({"role": "assistant", "content": write("model: ", ids, len(messages))})

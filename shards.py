@@ -22,7 +22,7 @@ def shard_header(n_tokens):
 
 def read_shard(path):
     """The tokens of a shard, memory-mapped: (n,) uint16. Anything but a whole shard ends the program in one line."""
-    with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
+    with one_line_errors(str(path), "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
         if len(header) < HEADER_INTS or header[0] != MAGIC:
             raise ValueError(f"not a token shard ({os.path.getsize(path)} bytes, it does not begin with {MAGIC})")
@@ -42,6 +42,6 @@ def read_meta(data_dir):
         if (path.parent / "progress.json").exists():
             fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
         return {"tokenizer": "gpt2", "vocab_size": 50304}
-    with one_line_errors(path, "run prepare_data.py again"):
+    with one_line_errors(str(path), "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
         return {**meta, "tokenizer": str(meta["tokenizer"]), "vocab_size": int(meta["vocab_size"])}

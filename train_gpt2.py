@@ -181,20 +181,20 @@ if sanity_check:
     load_extra("sanity", config, "sanity_check").check(orig_model, loader.peek(), optimizer, autocast,
                                                          init_from in ("scratch", "auto"), world_size)
 
-log = runtime.Logger(out_dir, config, overrides, max_iters, loader, orig_model, device, dtype, metrics, resuming)
-if wandb_log or tensorboard:
-    log.trackers = load_extra("trackers", config, "wandb_log", "tensorboard").start(config)
 runtime.print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
 data: {data_dir}, {train_data.tokens:,} tokens in {len(train_data):,} rows of {max_seq_len} ({train_data.dropped_tokens:,} \
 at the ends of shards are left out), {val_data.tokens:,} for validation
 run: {max_iters:,} steps of {tokens_per_step:,} tokens, {max_iters * global_batch_size / len(train_data):.2f} epochs; \
 {world_size} x {device.type}, {dtype}""")
-runtime.warn_unused(config, overrides)
-if options or world_size > 1:
-    seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
+runtime.report_settings(config, overrides)
+seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
+log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
+                     iter_num if resuming else None)
+if wandb_log or tensorboard:
+    log.trackers = load_extra("trackers", config, "wandb_log" if wandb_log else "tensorboard").start(config)
+if options:
     log(iter_num, event="compiled", seconds=seconds)
-log.watch_recompiles()
 
 # -----------------------------------------------------------------------------
 # training loop; iter_num counts the steps taken
@@ -248,12 +248,13 @@ while True:
     optimizer.zero_grad(set_to_none=True)
 
     # log
-    log.step(loss_sum, tokens_per_step, tokens_per_step, global_batch_size, time.time() - t0, 0 < grad_clip < grad_norm)
+    log.step(loss_sum=loss_sum, targets=tokens_per_step, tokens=tokens_per_step, rows=global_batch_size,
+             seconds=time.time() - t0, clipped=0 < grad_clip < grad_norm)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm)
     if stopping:
         break
 
 checkpointer.finish(iter_num)
-runtime.finish(iter_num, out_dir, not done, f"val loss {val_loss:.4f} (best {checkpointer.best_val_loss:.4f}); try it: "
+runtime.finish(iter_num, out_dir, not done, f"val loss {val_loss:.4f} (best {checkpointer.facts['best_val_loss']:.4f}); try it: "
                f"python sample.py --checkpoint={out_dir}/ckpt.pt")

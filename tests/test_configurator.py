@@ -67,7 +67,7 @@ def refusal(script, capsys, *argv):
     before = dict(vars(script))
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        configure(vars(script), list(argv))
+        configure(vars(script), argv=list(argv))
     out, err = capsys.readouterr()
     assert stop.value.code == 2
     assert out == "" and err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
@@ -88,7 +88,7 @@ FLAGS = [("--steps=3", 3), ("--steps=-3", -3), ("--rate=3e-4", 3e-4), ("--rate=2
 @pytest.mark.parametrize("flag, value", FLAGS)
 def test_a_flag_is_taken(script, flag, value):
     setting = flag[2:].split("=")[0]
-    config, given = configure(vars(script), [flag])
+    config, given = configure(vars(script), argv=[flag])
     assert given == {setting: value}
     assert config == {**DEFAULTS, setting: value}
     assert type(config[setting]) is type(value)
@@ -102,7 +102,7 @@ def test_a_flag_is_taken(script, flag, value):
 def test_an_assignment_in_a_file_is_taken(script, line, value):
     setting = line.split()[0].strip(":")
     Path("a.py").write_text(f"import math\n_helper = 3  # names like this are the file's own\n{line}\n")
-    config, given = configure(vars(script), ["a.py"])
+    config, given = configure(vars(script), argv=["a.py"])
     assert given == {setting: value}
     assert config == {**DEFAULTS, setting: value}
     assert type(config[setting]) is type(value)
@@ -110,16 +110,16 @@ def test_an_assignment_in_a_file_is_taken(script, line, value):
 
 
 def test_nothing_given_leaves_the_defaults(script):
-    assert configure(vars(script), []) == (DEFAULTS, {})
+    assert configure(vars(script), argv=[]) == (DEFAULTS, {})
 
 
 def test_files_first_then_flags_and_later_wins(script):
     Path("a.py").write_text("steps = 1\nrate = 1.0\nname = 'a'\nlimit = 1\n")
     Path("b.py").write_text("rate = 2.0\nname = 'b'\n")
-    config, given = configure(vars(script), ["--name=flag", "a.py", "--limit=7", "b.py", "--limit=8"])
+    config, given = configure(vars(script), argv=["--name=flag", "a.py", "--limit=7", "b.py", "--limit=8"])
     assert given == {"steps": 1, "rate": 2.0, "name": "flag", "limit": 8}
     assert config == {**DEFAULTS, **given}
-    assert configure(vars(script), ["b.py", "a.py"])[1]["rate"] == 1.0
+    assert configure(vars(script), argv=["b.py", "a.py"])[1]["rate"] == 1.0
 
 
 def test_a_started_script_reads_its_command_line(script):
@@ -234,7 +234,7 @@ def test_of_many_ranks_the_first_of_a_machine_says_it(script, capsys, monkeypatc
     for rank, said in ("0", True), ("1", False):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as stop:
-            configure(vars(script), ["--raet=1"])
+            configure(vars(script), argv=["--raet=1"])
         assert stop.value.code == 2
         assert ("raet" in capsys.readouterr().err) == said
 
@@ -278,4 +278,4 @@ def test_config_files_are_plain_assignments_that_their_loop_takes(tmp_path, monk
             assignment = isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets)
             assert docstring or assignment, f"{path}, line {node.lineno}"
         script = load(tmp_path / "settings.py", source, monkeypatch)
-        assert configure(vars(script), [str(path)])[1], f"{path} sets nothing"
+        assert configure(vars(script), argv=[str(path)])[1], f"{path} sets nothing"

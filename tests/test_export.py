@@ -1,4 +1,4 @@
-"""Out to Hugging Face's format and in from it and from nanoGPT's, each against transformers or a formula written out."""
+"""Export to and import from Hugging Face folders, and import of nanoGPT's, against transformers or a formula written out."""
 import contextlib
 import io
 import json
@@ -13,24 +13,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export_hf
-import runtime
+from checkpoint import load_checkpoint, load_model
 from conftest import TINY, read_log, refused, run, write_shards
-from model import GPTConfig, config_from_hf, config_to_hf, from_hf
-from prepare_data import Windows, chat_tokens, get_tokenizer, render_chat
+from dataloader import TokenDataset
+from export_hf import config_from_hf, config_to_hf, from_hf, to_hf
+from model import GPTConfig
+from sample import generate
+from test_generate import save
 from test_model import VARIANTS, new_gpt, tokens
+from tokenizer import chat_tokens, get_tokenizer, render_chat
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "llama_gqa": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM",
            "gpt2_mla": "GPT2LMHeadModel", "llama_mla": "DeepseekV3ForCausalLM", "llama_mla_q": "DeepseekV3ForCausalLM"}
 THETA = {"llama": {"rope_theta": 5000.0}}  # another than the default of either side
 RUN = {"config": {"max_seq_len": 96, "learning_rate": 3e-4}, "iter_num": 1234, "rows_seen": 5000, "val_loss": 2.3456, "val_iter": 1200}
-
-
-def save(folder, gpt, tokenizer="bytes", stage="chat"):
-    """A checkpoint of ours around a model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    runtime.save_checkpoint(folder, {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "tokenizer": tokenizer,
-                                     "stage": stage, **RUN})
-    return folder / "ckpt.pt"
 
 
 def export(checkpoint, folder, dtype="float32", shard_size=10 ** 9):

@@ -1,11 +1,22 @@
-"""Generation from the cache against plain forward passes, and sampling against transformers' own filters."""
+"""sample.py: generation with a cache against plain forward passes, sampling against transformers' filters, the terminal."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import runtime
-from model import sample_logits
+from conftest import ROOT, refused, run
+from model import GPT, GPTConfig
+from sample import compile_step, generate, sample_hook, sample_logits, vocabulary
 from test_model import VARIANTS, new_gpt
+from tokenizer import get_tokenizer, render_chat
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 1], [300], [12, 13, 14]]
 
@@ -18,134 +29,145 @@ def new_lively_gpt(variant, **changes):
     return gpt
 
 
-def greedy_without_cache(gpt, prompt, n):
-    """The plain way: the whole sequence through the model for each token. -> ids, and the logits each came from."""
-    ids, logits = list(prompt), []
+def greedy(gpt, prompts, n, **settings):
+    """A list of n ids per prompt."""
+    return list(zip(*generate(gpt, prompts, n, temperature=0, **settings)))
+
+
+def greedy_uncached(gpt, prompt, n):
+    """The plain way: the whole sequence through the model for each of n ids."""
+    ids = list(prompt)
     with torch.no_grad():
         for _ in range(n):
-            logits.append(gpt(torch.tensor([ids]))[0, -1])
-            ids.append(int(logits[-1].argmax()))
-    return ids[len(prompt):], logits
+            ids.append(int(gpt(torch.tensor([ids]))[0, -1].argmax()))
+    return tuple(ids[len(prompt):])
 
+
+# -----------------------------------------------------------------------------
+# the cache
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_equals_uncached_for_prompts_of_different_lengths(variant):
     gpt = new_lively_gpt(variant)
-    together = list(zip(*gpt.generate(PROMPTS, 30, temperature=0)))
-    for prompt, row in zip(PROMPTS, together):
-        assert list(row) == greedy_without_cache(gpt, prompt, 30)[0]
+    for prompt, row in zip(PROMPTS, greedy(gpt, PROMPTS, 30)):
+        assert row == greedy_uncached(gpt, prompt, 30)
         assert len(set(row)) > 5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_logits_equal_uncached(variant):
+    """For MLA: absorbed equals expanded."""
     gpt = new_gpt(variant).eval()
-    idx = torch.randint(0, 384, (2, 40))
-    cache = gpt.new_cache(2, 48)
+    idx, positions, cache = torch.randint(0, 384, (2, 40)), torch.arange(40).expand(2, 40), gpt.new_cache(2, 48)
     with torch.no_grad():
-        full = gpt(idx)
-        positions = torch.arange(40).expand(2, 40)
         parts = [gpt(idx[:, a:b], positions=positions[:, a:b], cache=cache) for a, b in ((0, 17), (17, 18), (18, 40))]
-    assert (torch.cat(parts, 1) - full).abs().max() < 1e-4
+        assert (torch.cat(parts, 1) - gpt(idx)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("variant, fraction", [("gpt2_mla", 1 / 10), ("llama_mla", 1 / 8)])
-def test_mla_caches_the_latent_alone_and_builds_no_key_or_value_from_it(variant, fraction):
-    """At GPT-2 124M's size, from the tensors themselves; kv_b_proj is what would build them."""
-    size = dict(n_layer=12, n_head=12, n_embd=768, max_seq_len=16)
-    mla = new_gpt(variant, **size, kv_lora_rank=128).eval()
-    mha = new_gpt(variant.removesuffix("_mla"), **size)
-    a, b = (sum(tensor.nbytes for layer in gpt.new_cache(1, 1) for tensor in layer) for gpt in (mla, mha))
-    assert a <= fraction * b
+def test_mla_caches_only_the_latent_and_never_expands_it(variant, fraction):
+    """Sizes per layer are those of GPT-2 124M; kv_b_proj is what would expand it."""
+    size = dict(n_layer=1, n_head=12, n_embd=768, max_seq_len=16)
+    mla, mha = new_gpt(variant, **size, kv_lora_rank=128).eval(), new_gpt(variant.removesuffix("_mla"), **size)
+    mla_bytes, mha_bytes = (sum(tensor.nbytes for layer in gpt.new_cache(1, 1) for tensor in layer) for gpt in (mla, mha))
+    assert mla_bytes <= fraction * mha_bytes
 
     def forbidden(*_):
-        raise AssertionError("a key or value was built from the cache")
+        raise AssertionError("a key or value was made from the cache")
     for block in mla.transformer.h:
         block.attn.kv_b_proj.register_forward_hook(forbidden)
-    assert len(list(mla.generate(PROMPTS, 5))) == 5
+    assert len(list(generate(mla, PROMPTS, 5))) == 5
 
 
-def test_a_full_context_goes_on_from_its_last_part():
+def test_a_full_row_continues_from_its_last_part():
     gpt = new_lively_gpt("llama")  # 48 positions
     prompt = list(range(100, 140))
-    new = [ids[0] for ids in gpt.generate([prompt], 20, temperature=0)]
+    [new] = greedy(gpt, [prompt], 20)
     assert len(new) == 20
-    assert new[:9] == greedy_without_cache(gpt, prompt, 9)[0]  # 40 + 9 - 1 positions: the context is full
-    kept = (prompt + new[:9])[-(48 - 11 + 1):]  # 11 tokens are still wanted
-    assert new[9:] == greedy_without_cache(gpt, kept, 11)[0]
+    assert new[:9] == greedy_uncached(gpt, prompt, 9)  # 40 + 9 - 1 positions: full
+    kept = (prompt + list(new[:9]))[-(48 - 11 + 1):]  # 11 more ids are wanted
+    assert new[9:] == greedy_uncached(gpt, kept, 11)
     too_long = list(range(100))
-    assert [ids[0] for ids in gpt.generate([too_long], 5, temperature=0)] == greedy_without_cache(gpt, too_long[-44:], 5)[0]
+    assert greedy(gpt, [too_long], 5) == [greedy_uncached(gpt, too_long[-44:], 5)]
 
 
 def test_a_full_row_does_not_change_its_neighbours():
     gpt = new_lively_gpt("llama")
-    alone = [ids[0] for ids in gpt.generate([[1, 2, 3]], 30, temperature=0)]
-    beside = [ids[1] for ids in gpt.generate([list(range(40)), [1, 2, 3]], 30, temperature=0)]
-    assert alone == beside
+    assert greedy(gpt, [[1, 2, 3]], 30)[0] == greedy(gpt, [list(range(40)), [1, 2, 3]], 30)[1]
 
+
+# -----------------------------------------------------------------------------
+# compiled
 
 @pytest.mark.parametrize("variant", ["gpt2", "gpt2_mla", "qwen3", "llama_mla"])
-def test_compiled_decoding_equals_the_plain_way_and_compiles_once(variant):
-    """Prompts of different lengths, one that stops early, and more tokens than the model has positions: the cache is filled anew."""
+def test_compiled_decoding_equals_uncompiled_and_compiles_once(variant):
+    """Prompts of different lengths, a row that stops early, more ids than the model has positions: the cache is refilled."""
     torch.compiler.reset()
     gpt = new_lively_gpt(variant, n_layer=1)
-    expected = [greedy_without_cache(gpt, prompt, 30)[0] for prompt in PROMPTS]
+    expected = [greedy_uncached(gpt, prompt, 30) for prompt in PROMPTS]
     assert all(len(set(row)) > 5 for row in expected)
-    beyond = list(gpt.generate(PROMPTS, 60, temperature=0))
-    stop = expected[1][9]
-    stopped = list(gpt.generate(PROMPTS, 20, temperature=0, stop_ids=[stop]))
-    tied = gpt.transformer.wte.weight
+    beyond = greedy(gpt, PROMPTS, 60)
+    stop_ids = [expected[1][9]]
+    stopped = greedy(gpt, PROMPTS, 20, stop_ids=stop_ids)
+    embedding = gpt.transformer.wte.weight
     before = runtime.graphs_compiled()
-    compiled = gpt.compile_step(3)
+    compiled = compile_step(gpt, 3)
     assert runtime.graphs_compiled() == before + 1
-    assert list(map(list, zip(*gpt.generate(PROMPTS, 30, temperature=0, compiled=compiled)))) == expected
-    assert list(gpt.generate(PROMPTS, 60, temperature=0, compiled=compiled)) == beyond
-    assert list(gpt.generate(PROMPTS, 20, temperature=0, stop_ids=[stop], compiled=compiled)) == stopped
-    assert None in [token for tokens in stopped for token in tokens]
+    assert greedy(gpt, PROMPTS, 30, compiled=compiled) == expected
+    assert greedy(gpt, PROMPTS, 60, compiled=compiled) == beyond
+    assert greedy(gpt, PROMPTS, 20, stop_ids=stop_ids, compiled=compiled) == stopped
+    assert any(None in row for row in stopped)
     assert runtime.graphs_compiled() == before + 1
-    assert gpt.transformer.wte.weight is tied
-    with pytest.raises(ValueError, match="2 prompts"):
-        list(gpt.generate(PROMPTS[:2], 5, compiled=compiled))
+    assert gpt.transformer.wte.weight is embedding
 
 
-def test_a_compiled_row_in_bfloat16_keeps_its_matrices_and_the_uncompiled_logits():
-    """The step of a single row, whose products are made otherwise than those of more."""
+def test_a_compiled_row_in_bfloat16_has_the_uncompiled_logits():
+    """One row's matrix products are made differently from those of more rows."""
     torch.compiler.reset()
     gpt = new_gpt("gpt2_mla", n_layer=1).eval()
     idx, positions = torch.randint(0, 384, (1, 20)), torch.arange(20)[None]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = gpt(idx)
-        step, cache = gpt.compile_step(1)
+        step, cache = compile_step(gpt, 1)
         logits = torch.cat([step(idx[:, i:i + 1], positions[:, i:i + 1], cache) for i in range(20)], 1)
-    assert cache[0][0].dtype == gpt.lm_head.weight.dtype == torch.bfloat16 and gpt.transformer.wte.weight.dtype == torch.float32
+    assert cache[0][0].dtype == gpt.lm_head.weight.dtype == torch.bfloat16
+    assert gpt.transformer.wte.weight.dtype == torch.float32
     assert (logits - expected).abs().max() < 0.02 * expected.abs().max()
     assert torch.backends.mkldnn.enabled
 
 
+# -----------------------------------------------------------------------------
+# stopping and sampling
+
 def test_stop_ids_end_a_row_and_not_the_others():
     gpt = new_lively_gpt("llama")
-    free = list(zip(*gpt.generate(PROMPTS, 12, temperature=0)))
+    free = greedy(gpt, PROMPTS, 12)
     stop = free[0][4]
-    stopped = list(zip(*gpt.generate(PROMPTS, 12, temperature=0, stop_ids=[stop])))
-    for a, b in zip(free, stopped):
+    for a, b in zip(free, greedy(gpt, PROMPTS, 12, stop_ids=[stop])):
         end = a.index(stop) + 1 if stop in a else len(a)
         assert b[:end] == a[:end] and set(b[end:]) <= {None}
-    assert len(list(gpt.generate(PROMPTS[:1], 12, temperature=0, stop_ids=[stop]))) == free[0].index(stop) + 1
+    assert len(greedy(gpt, PROMPTS[:1], 12, stop_ids=[stop])[0]) == free[0].index(stop) + 1
 
 
 def test_the_seed_decides_the_sample():
     gpt = new_lively_gpt("llama")
-    draw = lambda seed: list(gpt.generate(PROMPTS, 20, seed=seed))  # noqa: E731
-    assert draw(1) == draw(1) != draw(2)
+    one, same, other = (list(generate(gpt, PROMPTS, 20, seed=seed)) for seed in (1, 1, 2))
+    assert one == same != other
 
 
-def test_generation_leaves_the_model_as_it_was():
-    gpt = new_gpt("gpt2").train()
-    for _ in gpt.generate([[1]], 5):
-        break  # the caller stops listening
+def test_generation_leaves_the_model_and_the_prompts_as_they_were():
+    gpt, prompt = new_gpt("gpt2").train(), [1]
+    for _ in generate(gpt, [prompt], 5):
+        break  # the caller stops iterating
     assert gpt.training
-    list(gpt.generate([[1]], 5))
-    assert gpt.training and torch.is_grad_enabled()
+    list(generate(gpt, [prompt], 5))
+    assert gpt.training and torch.is_grad_enabled() and prompt == [1]
+
+
+def test_empty_prompts_are_refused():
+    for prompts in ([], [[]], [[1, 2], []]):
+        with pytest.raises(ValueError, match="prompts"):
+            list(generate(new_gpt("gpt2"), prompts, 3))
 
 
 def test_ids_beyond_the_vocabulary_are_never_sampled():
@@ -153,12 +175,15 @@ def test_ids_beyond_the_vocabulary_are_never_sampled():
     logits[:, 300:] = 20.0
     assert sample_logits(logits, n_vocab=300).max() < 300
     assert sample_logits(logits, temperature=0, n_vocab=300).max() < 300
+    tokenizer = get_tokenizer("bytes")
+    assert vocabulary(tokenizer, chat=False) == {"stop_ids": [256], "n_vocab": 257}
+    assert vocabulary(tokenizer, chat=True) == {"stop_ids": [256, 257, 258, 259, 260], "n_vocab": 261}
 
 
 @pytest.mark.parametrize("settings, warpers", [
-    (dict(top_k=5), [TopKLogitsWarper(5)]), (dict(top_p=0.7), [TopPLogitsWarper(0.7)]), (dict(min_p=0.2), [MinPLogitsWarper(0.2)]),
+    (dict(top_k=5), [TopKLogitsWarper(5)]), (dict(top_p=0.7), [TopPLogitsWarper(0.7)]),
+    (dict(min_p=0.2), [MinPLogitsWarper(0.2)]), (dict(top_k=0, top_p=1.0, min_p=0.0), []), (dict(top_k=1000), []),
     (dict(top_k=8, top_p=0.8, min_p=0.1), [TopKLogitsWarper(8), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)]),
-    (dict(top_k=0, top_p=1.0, min_p=0.0), []), (dict(top_k=1000), []),
 ])
 def test_filters_keep_what_those_of_transformers_keep(settings, warpers):
     torch.manual_seed(0)
@@ -167,12 +192,137 @@ def test_filters_keep_what_those_of_transformers_keep(settings, warpers):
     for warper in warpers:
         kept = warper(None, kept)
     expected = kept.softmax(-1)[0]
-    drawn = torch.bincount(sample_logits(logits.expand(40_000, -1), temperature=1.3, **settings), minlength=40) / 40_000
-    assert torch.equal(drawn > 0, expected > 0) or (drawn[expected == 0] == 0).all()
+    drawn = sample_logits(logits.expand(40_000, -1), temperature=1.3, **settings).bincount(minlength=40) / 40_000
+    assert (drawn[expected == 0] == 0).all()
     assert (drawn - expected).abs().max() < 0.02
 
 
-def test_prompts_without_ids_are_refused():
-    for prompts in ([], [[]], [[1, 2], []]):
-        with pytest.raises(ValueError, match="prompts"):
-            list(new_gpt("gpt2").generate(prompts, 3))
+@pytest.mark.parametrize("settings", [dict(temperature=1e-42), dict(temperature=1e300), dict(top_p=1e-300), dict(min_p=1.0)])
+def test_extreme_settings_work(settings):
+    drawn = sample_logits(torch.arange(40.0).repeat(100, 1) * 1e4, **settings)
+    assert (drawn == 39).all() == ("temperature" not in settings or settings["temperature"] < 1)
+
+
+# -----------------------------------------------------------------------------
+# the sample that a training loop prints
+
+def test_the_hook_of_a_base_model(capsys):
+    tokenizer, gpt = get_tokenizer("bytes"), new_gpt("llama").train()
+    hook = sample_hook(gpt, tokenizer, nullcontext(), [256], 20, seed=7)
+    assert hook(0, False) == {} and capsys.readouterr().out == ""  # an untrained model
+    assert hook(3, False) == {}
+    ids = [token for token, in generate(gpt, [[256]], 20, temperature=0.8, top_k=200, seed=10, stop_ids=[256], n_vocab=257)]
+    text = tokenizer.decode(ids).removesuffix("<|endoftext|>")
+    printable = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    assert capsys.readouterr().out == f"----- sample\n{printable}\n-----\n" and len(ids) > 5
+    assert gpt.training
+
+
+def test_the_hook_of_a_chat_model(capsys):
+    tokenizer, gpt = get_tokenizer("bytes"), new_gpt("llama")
+    gpt.hidden_states = lambda idx, *_, **__: torch.ones(*idx.shape, 64)
+    gpt.lm_head.weight.data.zero_()[260] = 1  # the likeliest id is always <|end|>
+    prompt = render_chat(tokenizer, [{"role": "user", "content": "hi\x1b"}])[0] + [259]
+    sample_hook(gpt, tokenizer, nullcontext(), prompt, 20, seed=7, chat=True)(0, False)
+    assert capsys.readouterr().out == "----- sample\n<|user|>hi\ufffd<|end|><|assistant|><|end|>\n-----\n"
+
+
+def test_the_hook_survives_weights_that_are_not_finite(capsys):
+    gpt = new_gpt("llama")
+    gpt.transformer.ln_f.weight.data.fill_(float("nan"))
+    sample_hook(gpt, get_tokenizer("bytes"), nullcontext(), [256], 20, seed=7)(1, False)
+    assert "----- sample\n(none: the model's logits are not finite" in capsys.readouterr().out
+
+
+# -----------------------------------------------------------------------------
+# the terminal
+
+def save(folder, gpt, tokenizer="bytes", stage="chat", **facts):
+    """A checkpoint of ours around a model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": gpt.state_dict(), "model_args": asdict(gpt.config), "tokenizer": tokenizer, "stage": stage,
+                "config": {}, "iter_num": 20, "val_loss": 2.5, "val_iter": 10, **facts}, folder / "ckpt.pt")
+    return folder / "ckpt.pt"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    return {stage: save(folder / stage, new_lively_gpt("llama"), stage=stage) for stage in ("base", "chat")}
+
+
+def sample(checkpoint, *args):
+    return run("sample.py", f"--checkpoint={checkpoint}", "--device=cpu", "--dtype=float32", *args)
+
+
+def test_it_completes_a_prompt(saved, tmp_path):
+    output = sample(saved["base"].parent, "--prompt=the cat", "--num_samples=2", "--max_new_tokens=20")
+    assert "step 20, val loss 2.5000" in output and output.count("the cat") == 2 and "----- sample 2" in output
+    (tmp_path / "prompt.txt").write_text("then it ran")
+    text, again = (sample(saved["base"], f"--prompt=FILE:{tmp_path}/prompt.txt", "--max_new_tokens=20", *args)
+                   for args in (["--seed=5"], ["--seed=5", "--compile=True"]))
+    assert "then it ran" in text and text.split("-----")[1] == again.split("-----")[1] and "compiling" in again
+    sample(saved["base"], "--prompt=\u00e9", "--max_new_tokens=3", "--temperature=1e-42", "--top_p=1e-300", "--min_p=1")
+
+
+def test_it_says_what_it_forgets(saved):
+    output = sample(saved["base"], "--prompt=" + 20 * "the cat ", "--max_new_tokens=5")
+    assert "the prompt has 161 tokens, the model 48 positions" in output
+    assert "forget the beginning" in sample(saved["base"], "--prompt=the", "--max_new_tokens=60", "--temperature=0", "--top_k=0")
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--checkpoint=nowhere"], "nowhere"), (["--prompt=FILE:nowhere.txt"], "nowhere.txt"), (["--temperature=-1"], "temperature"),
+    (["--top_p=0"], "top_p"), (["--num_samples=0"], "num_samples"), ([f"--seed={2 ** 64}"], "seed"),
+    (["--system=be brief"], "--chat=True"), (["--chat=True", "--num_samples=2"], "answers once"),
+])
+def test_mistakes_are_refused_in_one_line(saved, args, words):
+    assert words in refused("sample.py", f"--checkpoint={saved['base']}", *args)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    gpt = new_gpt("llama")
+    gpt.transformer.ln_f.weight.data.fill_(float("nan"))
+    assert "not finite" in refused("sample.py", f"--checkpoint={save(tmp_path, gpt)}")
+
+
+def test_it_answers_one_question(saved):
+    output = sample(saved["chat"], "--chat=True", "--prompt=say cat", "--system=be brief", "--max_new_tokens=8")
+    assert output.count("model: ") == 1 and "chat model" in output and "base model" not in output
+    assert "this is a base model" in sample(saved["base"], "--chat=True", "--prompt=hi", "--max_new_tokens=3")
+
+
+def talk(checkpoint, text, *args):
+    done = subprocess.run([sys.executable, ROOT / "sample.py", f"--checkpoint={checkpoint}", "--chat=True", "--max_new_tokens=8",
+                           "--device=cpu", "--dtype=float32", *args], input=text, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_a_conversation_in_the_terminal(saved):
+    first = talk(saved["chat"], "say on\n", "--temperature=0")
+    output = talk(saved["chat"], "say cat\nsay mat\nsay the cat sat\n/reset\nsay on\n/quit\nnever read\n", "--temperature=0")
+    assert output.count("model: ") == 4 and "turn does not fit any more and is forgotten" in output
+    assert "(a new conversation)" in output and output.count("/reset starts a new conversation") == 1
+    assert first.split("model: ")[1].split("\n")[0] == output.split("model: ")[4].split("\n")[0]
+    assert "the prompt has 84 tokens, the model 48 positions: it will forget" in talk(saved["chat"], "x" * 80 + "\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGINT cannot be sent to one process there")
+def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(arch="llama", n_layer=2, n_head=2, n_embd=32, max_seq_len=20_000, vocab_size=384))
+    gpt.lm_head.weight.data[256:] = 0  # the likeliest id is never one that ends the answer
+    program = subprocess.Popen([sys.executable, "-u", ROOT / "sample.py", f"--checkpoint={save(tmp_path, gpt)}", "--chat=True",
+                                "--max_new_tokens=9000", "--temperature=0", "--device=cpu"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background ignores it
+    program.stdin.write(b"hello\n")
+    program.stdin.flush()
+    seen = b""
+    while b"model: " not in seen or len(seen.split(b"model: ")[1]) < 20:  # it answers
+        seen += program.stdout.read(1)
+    program.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    rest, errors = program.communicate(b"/quit\n", timeout=60)
+    assert b"(stopped)" in rest and program.returncode == 0, errors

@@ -1,4 +1,4 @@
-"""The model against independent ones: transformers for the architectures, formulas written out for the loss."""
+"""The model against independent ones: transformers for the architectures, a plain formula for the loss."""
 import math
 from dataclasses import replace
 
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import transformers
 
 import model as model_module
-from model import GPT, GPTConfig, IGNORE, from_hf, linear_cross_entropy, to_hf
+from export_hf import from_hf, to_hf
+from model import GPT, GPTConfig, IGNORE, linear_cross_entropy
 
 SMALL = dict(max_seq_len=48, vocab_size=384, n_layer=3, n_head=4, n_embd=64)
 VARIANTS = {
@@ -18,12 +19,13 @@ VARIANTS = {
     "qwen3": dict(arch="llama", n_kv_head=2, qk_norm=True),
     "gpt2_mla": dict(arch="gpt2", attention="mla", kv_lora_rank=24),
     "llama_mla": dict(arch="llama", attention="mla", kv_lora_rank=24),
-    "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12),
+    "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10,
+                        qk_rope_head_dim=6, v_head_dim=12),
 }
 
 
 def new_gpt(variant, seed=0, **changes):
-    """A small GPT whose every parameter is random, norms and biases too, so that none can be left out unseen."""
+    """A small GPT all of whose parameters are random, norms and biases too, so that leaving one out shows."""
     torch.manual_seed(seed)
     gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant], **changes}))
     for p in gpt.parameters():
@@ -32,7 +34,7 @@ def new_gpt(variant, seed=0, **changes):
 
 
 def transformers_twin(gpt):
-    """transformers' model of the same architecture with the same weights; for gpt2 with mla a GPT-2, multiplied out."""
+    """transformers' model of the same architecture with the same weights; for gpt2 with mla the equivalent GPT-2."""
     c = gpt.config
     if c.arch == "gpt2":
         twin = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -40,8 +42,9 @@ def transformers_twin(gpt):
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     elif c.attention == "mla":
         twin = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
-            vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-            num_attention_heads=c.n_head, num_key_value_heads=c.n_head, intermediate_size=c.intermediate_size,
+            vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd,
+            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_head,
+            intermediate_size=c.intermediate_size,
             q_lora_rank=c.q_lora_rank, kv_lora_rank=c.kv_lora_rank, qk_nope_head_dim=c.qk_nope_head_dim,
             qk_rope_head_dim=c.qk_rope_head_dim, v_head_dim=c.v_head_dim, first_k_dense_replace=c.n_layer,
             rms_norm_eps=1e-5, rope_theta=c.rope_theta, tie_word_embeddings=False))
@@ -49,9 +52,10 @@ def transformers_twin(gpt):
         kind, settings = (transformers.Qwen3ForCausalLM, transformers.Qwen3Config) if c.qk_norm else \
                          (transformers.LlamaForCausalLM, transformers.LlamaConfig)
         twin = kind(settings(
-            vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd, num_hidden_layers=c.n_layer,
-            num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.n_embd // c.n_head,
-            intermediate_size=c.intermediate_size, rms_norm_eps=1e-5, rope_theta=c.rope_theta, tie_word_embeddings=False))
+            vocab_size=c.vocab_size, max_position_embeddings=c.max_seq_len, hidden_size=c.n_embd,
+            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+            head_dim=c.n_embd // c.n_head, intermediate_size=c.intermediate_size, rms_norm_eps=1e-5,
+            rope_theta=c.rope_theta, tie_word_embeddings=False))
     twin.load_state_dict(to_hf(gpt.state_dict(), c))
     return twin
 
@@ -65,21 +69,21 @@ def test_logits_and_gradients_equal_transformers(variant):
     gpt = new_gpt(variant)
     twin = transformers_twin(gpt)
     idx, targets = tokens(seed=1), tokens(seed=2)
-    theirs = twin(idx).logits
-    assert (gpt(idx) - theirs).abs().max() < 1e-4
+    twin_logits = twin(idx).logits
+    assert (gpt(idx) - twin_logits).abs().max() < 1e-4
 
     gpt(idx, targets).backward()
-    F.cross_entropy(theirs.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    if variant == "gpt2_mla":  # the twin has W_k W_a where we have two matrices: compare what is before all attention
+    F.cross_entropy(twin_logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    if variant == "gpt2_mla":  # the twin has one matrix, W_k W_a, for our two: compare what comes before attention
         assert (gpt.transformer.wpe.weight.grad - twin.transformer.wpe.weight.grad).abs().max() < 1e-4
         return
-    their_gradients = from_hf({name: p.grad for name, p in twin.named_parameters()}, gpt.config)
+    twin_gradients = from_hf({name: p.grad for name, p in twin.named_parameters()}, gpt.config)
     for name, p in gpt.named_parameters():
-        assert (p.grad - their_gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
+        assert (p.grad - twin_gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "gpt2_mla"])
-def test_names_go_to_hugging_face_and_back(variant):
+def test_weights_survive_the_way_to_hugging_face_and_back(variant):
     gpt = new_gpt(variant)
     state = gpt.state_dict()
     back = from_hf(to_hf(state, gpt.config), gpt.config)
@@ -87,7 +91,7 @@ def test_names_go_to_hugging_face_and_back(variant):
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "llama_mla"])
-def test_a_normalised_embedding_goes_to_hugging_face_as_a_plain_one(variant):
+def test_a_normalized_embedding_is_exported_as_a_plain_one(variant):
     gpt = new_gpt(variant, embed_norm=True)
     plain = GPT(replace(gpt.config, embed_norm=False))
     plain.load_state_dict(gpt.state_dict())
@@ -112,8 +116,8 @@ def test_no_position_sees_the_future(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_texts_do_not_see_each_other(variant):
-    """Three texts in one row, attention inside each and positions restarting: the loss of each token as if it were alone."""
+def test_packed_equals_unpacked(variant):
+    """Three texts in one row, each with its own attention and positions: the logits and loss of each one alone."""
     gpt = new_gpt(variant).eval()
     idx, targets = tokens(1, seed=1), tokens(1, seed=2)
     lengths = [20, 1, 27]
@@ -136,11 +140,11 @@ def test_initial_loss_is_that_of_a_uniform_guess(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_overfits_twenty_sequences_and_feeds_every_parameter(variant):
+def test_overfits_twenty_sequences_and_every_parameter_gets_a_gradient(variant):
     torch.manual_seed(0)
     gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant]}))
     idx = tokens(20, 33)
-    fed = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in gpt.named_parameters()}
+    has_grad = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in gpt.named_parameters()}
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=4e-3, weight_decay=0.0)
     for step in range(200):
         loss = gpt(idx[:, :-1], idx[:, 1:]) / (20 * 32)
@@ -148,20 +152,20 @@ def test_overfits_twenty_sequences_and_feeds_every_parameter(variant):
         if step < 3:
             for name, p in gpt.named_parameters():
                 assert p.grad.isfinite().all(), name
-                fed[name] |= p.grad != 0
+                has_grad[name] |= p.grad != 0
         optimizer.step()
         optimizer.zero_grad()
         if loss.item() < 0.05:
             break
     assert loss.item() < 0.05
-    for name, hit in fed.items():
-        if name == "transformer.wpe.weight":  # positions beyond the 32 trained on have no gradient
-            hit = hit[:32]
+    for name, found in has_grad.items():
+        if name == "transformer.wpe.weight":  # only 32 positions are trained on
+            found = found[:32]
         elif name == "transformer.wte.weight" and VARIANTS[variant]["arch"] == "llama":
-            hit = hit[idx[:, :-1].unique()]  # untied: ids that do not occur have no gradient
+            found = found[idx[:, :-1].unique()]  # untied: only ids that occur
         elif name.endswith("c_attn.bias"):
-            hit = hit[torch.tensor([*range(64), *range(128, 192)])]  # softmax ignores what is added to all keys alike
-        assert hit.float().mean() > 0.99, name
+            found = found[[*range(64), *range(128, 192)]]  # softmax ignores a bias on all keys
+        assert found.float().mean() > 0.99, name
 
 
 def test_initial_weights_have_the_stated_spread():
@@ -171,14 +175,25 @@ def test_initial_weights_have_the_stated_spread():
         stds = {name: p.std().item() for name, p in gpt.named_parameters()}
         assert stds["transformer.wte.weight"] == pytest.approx(0.02, rel=0.05)
         assert stds[f"transformer.h.1.{scaled}.weight"] == pytest.approx(0.02 / math.sqrt(2 * 3), rel=0.05)
-    assert GPT(GPTConfig()).matmul_params() == 124_475_904 - 1024 * 768  # GPT-2 124M, padded, less the positions
+
+
+def test_flops_count_matmuls_and_attention():
+    """6 per weight, 4 if it is frozen, none for tables that are looked up."""
+    weights, attention = 124_475_904 - 1024 * 768, 12 * 12 * 1024 * 768  # without positions; 12 n_layer T C
+    assert GPT(GPTConfig()).flops_per_token(1024) == 6 * weights + attention
+    gpt = new_gpt("llama_mla_q")
+    weights, blocks = (sum(p.numel() for p in module.parameters()) for module in (gpt, gpt.transformer.h))
+    weights, attention = weights - 384 * 64, 6 * 3 * 48 * 4 * (10 + 6 + 12)  # 6 n_layer T n_head (nope + rope + v)
+    assert gpt.flops_per_token(48) == 6 * weights + attention
+    gpt.transformer.h.requires_grad_(False)
+    assert gpt.flops_per_token(48) == 6 * weights - 2 * blocks + attention
 
 
 # ---------------------------------------------------------------------------------------------------
-# the loss without the logits
+# chunked cross entropy
 
-@pytest.mark.parametrize("n", [1, 7, 8, 29])  # below, at and beyond a chunk, and a last chunk that is not full
-def test_loss_in_chunks_equals_the_formula(monkeypatch, n):
+@pytest.mark.parametrize("n", [1, 7, 8, 29])  # less than a chunk, one, and a last one that is not full
+def test_chunked_loss_equals_the_formula(monkeypatch, n):
     monkeypatch.setattr(model_module, "LOSS_CHUNK", 8)
     torch.manual_seed(0)
     x = torch.randn(n, 16, requires_grad=True)
@@ -188,11 +203,12 @@ def test_loss_in_chunks_equals_the_formula(monkeypatch, n):
     ours = linear_cross_entropy(x, weight, targets)
     gradients = torch.autograd.grad(ours * 0.37, (x, weight))
 
-    logp = (x @ weight.t()).log_softmax(-1)
-    formula = -sum(logp[i, t] for i, t in enumerate(targets.tolist()) if t != IGNORE) + 0 * x.sum() + 0 * weight.sum()
+    log_probs = (x @ weight.t()).log_softmax(-1)
+    formula = -sum(log_probs[i, t] for i, t in enumerate(targets.tolist()) if t != IGNORE)
+    formula = formula + 0 * x.sum() + 0 * weight.sum()  # with n = 1 there is no target
     assert ours.item() == pytest.approx(formula.item(), rel=1e-5)
-    for mine, theirs in zip(gradients, torch.autograd.grad(formula * 0.37, (x, weight))):
-        assert (mine - theirs).abs().max() < 1e-5
+    for gradient, expected in zip(gradients, torch.autograd.grad(formula * 0.37, (x, weight))):
+        assert (gradient - expected).abs().max() < 1e-5
     with torch.no_grad():
         assert linear_cross_entropy(x, weight, targets).item() == pytest.approx(ours.item(), rel=1e-6)
 
@@ -211,28 +227,33 @@ def test_dropout_is_off_in_validation_and_on_in_training():
     assert not torch.equal(gpt.train()(idx), gpt(idx))
     for p in (gpt.transformer.drop, *[block.drop for block in gpt.transformer.h]):
         p.p = 0.0
-    assert not torch.equal(gpt(idx), gpt(idx))  # that of the attention weights
+    assert not torch.equal(gpt(idx), gpt(idx))  # the dropout of attention weights
 
 
 # ---------------------------------------------------------------------------------------------------
-# settings that cannot be built
+# configs that do not exist
 
 LLAMA, MLA = dict(arch="llama"), dict(attention="mla", kv_lora_rank=8)
 
 
 @pytest.mark.parametrize("named, settings", [
-    ("arch", dict(arch="gpt3")), ("attention", dict(attention="linear")), ("n_embd", dict(n_embd=65)), ("n_layer", dict(n_layer=0)),
-    ("dropout", dict(dropout=1.0)),
+    ("arch", dict(arch="gpt3")), ("attention", dict(attention="linear")), ("n_embd", dict(n_embd=65)),
+    ("n_layer", dict(n_layer=0)), ("dropout", dict(dropout=1.0)),
     ("n_kv_head", dict(n_kv_head=2)), ("qk_norm", dict(qk_norm=True)),  # gpt2 has neither
-    ("n_kv_head", LLAMA | dict(n_kv_head=3)), ("n_head", LLAMA | dict(n_embd=20)), ("rope_theta", LLAMA | dict(rope_theta=-1.0)),
-    ("kv_lora_rank", dict(kv_lora_rank=8)), ("q_lora_rank", LLAMA | dict(q_lora_rank=8)), ("v_head_dim", LLAMA | dict(v_head_dim=8)),  # mha
+    ("n_kv_head", LLAMA | dict(n_kv_head=3)), ("n_head", LLAMA | dict(n_embd=20)),
+    ("rope_theta", LLAMA | dict(rope_theta=-1.0)),
+    ("kv_lora_rank", dict(kv_lora_rank=8)), ("q_lora_rank", LLAMA | dict(q_lora_rank=8)),  # mha
+    ("v_head_dim", LLAMA | dict(v_head_dim=8)),
     ("kv_lora_rank", MLA | dict(kv_lora_rank=0)), ("kv_lora_rank", MLA | dict(kv_lora_rank=65)),
-    ("q_lora_rank", MLA | dict(q_lora_rank=8)), ("qk_rope_head_dim", MLA | dict(qk_rope_head_dim=8)), ("v_head_dim", MLA | dict(v_head_dim=8)),
+    ("q_lora_rank", MLA | dict(q_lora_rank=8)), ("qk_rope_head_dim", MLA | dict(qk_rope_head_dim=8)),
+    ("v_head_dim", MLA | dict(v_head_dim=8)),
     ("q_lora_rank", LLAMA | MLA | dict(q_lora_rank=0)), ("q_lora_rank", LLAMA | MLA | dict(q_lora_rank=65)),
-    ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=7)), ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=0)),
-    ("qk_norm", LLAMA | MLA | dict(qk_norm=True)), ("n_kv_head", LLAMA | MLA | dict(n_kv_head=2)), ("v_head_dim", LLAMA | MLA | dict(v_head_dim=0)),
+    ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=7)),
+    ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=0)),
+    ("qk_norm", LLAMA | MLA | dict(qk_norm=True)), ("n_kv_head", LLAMA | MLA | dict(n_kv_head=2)),
+    ("v_head_dim", LLAMA | MLA | dict(v_head_dim=0)),
 ])
-def test_what_cannot_be_built_is_refused_by_name(named, settings):
+def test_a_config_without_a_model_is_refused_by_the_name_of_its_field(named, settings):
     with pytest.raises(ValueError, match=f"^{named}="):
         GPTConfig(**{**SMALL, **settings})
 

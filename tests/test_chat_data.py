@@ -1,0 +1,385 @@
+"""Chat data: the format token by token, truncation, packing, and a packed row equals its conversations."""
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from chat_data import (ChatDataset, best_fit, build_rows, describe_rows, packed_mask_and_positions, parse_mixture,
+                       truncate_conversation, validate_conversation)
+from model import IGNORE
+from prepare_data import python_conversations
+from test_model import VARIANTS, new_gpt
+from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat
+
+BYTES = get_tokenizer("bytes")
+CPU = torch.device("cpu")
+E, S, U, A, END = 256, 257, 258, 259, 260  # <|endoftext|>, <|system|>, <|user|>, <|assistant|>, <|end|>
+
+
+def turns(*contents, system=None):
+    """Messages of user and assistant in turn."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return first + [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def jsonl(path, conversations):
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return path
+
+
+def build(folder, data, val_data=None, max_seq_len=64, pack=True, seed=1, build=True):
+    return build_rows(folder, str(data), val_data and str(val_data), "bytes", max_seq_len, pack, seed, build)
+
+
+def conversations_of(rows):
+    """The (inputs, targets) of each conversation in rows (n, 2, T), and the number of padding positions."""
+    found, padding = [], 0
+    for idx, targets in rows.tolist():
+        starts = [i for i in range(len(idx)) if idx[i] == E] + [len(idx)]
+        for start, end in zip(starts, starts[1:]):
+            if end == start + 1:
+                padding += 1
+            else:
+                found.append((tuple(idx[start:end]), tuple(targets[start:end])))
+    return found, padding
+
+
+@pytest.fixture
+def refused(capsys):
+    """Calls a function with a user's mistake: exit code 2 and one line on stderr, which is returned."""
+    def call(function, *args, **kwargs):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            function(*args, **kwargs)
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert end.value.code == 2 and len(lines) == 1
+        return lines[0]
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------
+# the format
+
+def c(text):
+    return list(text.encode())
+
+
+@pytest.mark.parametrize("messages, ids, trained", [
+    (turns("hi", "yo"), [E, U, *c("hi"), END, A, *c("yo"), END], "0 0 00 0 0 11 1"),
+    (turns("a", "b", "c", "d"), [E, U, *c("a"), END, A, *c("b"), END, U, *c("c"), END, A, *c("d"), END],
+     "0 0 0 0 0 1 1 0 0 0 0 1 1"),
+    (turns("a", "b", system="be"), [E, S, *c("be"), END, U, *c("a"), END, A, *c("b"), END], "0 0 00 0 0 0 0 0 1 1"),
+    (turns("a", ""), [E, U, *c("a"), END, A, END], "0 0 0 0 0 1"),
+    (turns("<|end|>", "<|endoftext|>"), [E, U, *c("<|end|>"), END, A, *c("<|endoftext|>"), END],
+     "0 0 0000000 0 0 1111111111111 1"),
+], ids=["single_turn", "multi_turn", "system", "empty_assistant", "special_tokens_spelled_out"])
+def test_ids_and_mask_token_by_token(messages, ids, trained):
+    assert render_chat(BYTES, messages) == (ids, [mark == "1" for mark in trained.replace(" ", "")])
+    text = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages)
+    assert decode_chat(BYTES, ids) == "<|endoftext|>" + text
+
+
+def test_chat_tokens_are_the_four_after_the_tokenizers_own(gpt2_vocabulary):
+    assert chat_tokens(gpt2_vocabulary) == {"system": 50257, "user": 50258, "assistant": 50259, "end": 50260}
+    assert chat_tokens(BYTES) == {"system": S, "user": U, "assistant": A, "end": END}
+
+
+@pytest.mark.parametrize("max_seq_len, idx, targets, note", [
+    (100, [E, U, 97, END, A, 98, END, U, 99, END, A, 100], [E, E, E, E, 98, END, E, E, E, E, 100, END], ""),
+    (12, [E, U, 97, END, A, 98, END, U, 99, END, A, 100], [E, E, E, E, 98, END, E, E, E, E, 100, END], ""),
+    (11, [E, U, 97, END, A, 98], [E, E, E, E, 98, END], "truncated after an answer: longer than a row"),
+    (6, [E, U, 97, END, A, 98], [E, E, E, E, 98, END], "truncated after an answer: longer than a row"),
+])
+def test_a_long_conversation_is_truncated_after_an_answer(max_seq_len, idx, targets, note):
+    """The target at each position of idx; <|endoftext|> where nothing is trained on."""
+    pair, said = truncate_conversation(BYTES, turns("a", "b", "c", "d"), max_seq_len)
+    assert pair.tolist() == [idx, targets] and pair.dtype == np.uint16 and said == note
+
+
+def test_a_conversation_whose_first_answer_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="longer than a row"):
+        truncate_conversation(BYTES, turns("a", "b", "c", "d"), 5)
+
+
+@pytest.mark.parametrize("max_seq_len", [6, 8, 100])
+def test_a_last_question_without_an_answer_is_truncated(max_seq_len):
+    pair, note = truncate_conversation(BYTES, turns("a", "b", "c"), max_seq_len)
+    assert pair.tolist() == [[E, U, 97, END, A, 98], [E, E, E, E, 98, END]] and "ends in a question" in note
+
+
+@pytest.mark.parametrize("messages, fault", [
+    (turns("a", "b"), None), (turns("a", "b", system="s"), None), (turns("a", "b", "c"), None),
+    ("text", "not a list"), ([1], "not a list"), ({"role": "user"}, "not a list"), (3, "not a list"),
+    (None, "not a list"), ([], "not a list"), (turns("a"), "no assistant"),
+    (turns("a", "  "), "an empty assistant message"), (turns("a", "b", system=""), "an empty system message"),
+    ([{"role": "human", "content": "a"}], "unknown role 'human'"),
+    ([{"role": ["user"], "content": "a"}], "unknown role"),
+    ([{"content": "a"}], "both strings"), ([{"role": "user", "content": ["a"]}], "both strings"),
+    ([{"role": "user"}], "both strings"), ([{"role": "user", "content": None}], "both strings"),
+    (turns("a", "b") + turns("c", "d", system="s"), "at most one system message"),
+    (turns("a", "b") + turns("c", "d", system=""), "at most one system message"),
+    (turns("a")[:1] * 2 + turns("a", "b")[1:], "do not take turns"), (turns("a", "b")[1:], "do not take turns"),
+])
+def test_faults_of_conversations_are_named(messages, fault):
+    assert validate_conversation(messages) is None if fault is None else fault in validate_conversation(messages)
+
+
+def test_conversations_from_pythons_documentation_can_be_trained_on():
+    conversations = [conversation["messages"] for conversation in python_conversations()]
+    assert len(conversations) > 1000 and not any(map(validate_conversation, conversations))
+    answers = {messages[0]["content"]: messages[1]["content"] for messages in conversations}
+    assert answers["What does textwrap.dedent do?"].startswith("Remove any common leading whitespace")
+    assert max(len(render_chat(BYTES, messages)[0]) for messages in conversations) <= 257
+
+
+# ---------------------------------------------------------------------------------------------------
+# packing
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=300))
+def test_best_fit_places_each_item_once_and_no_row_overflows(lengths):
+    rows = best_fit(lengths, 64)
+    used = [sum(lengths[i] for i in row) for row in rows]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths))) and max(used) <= 64
+    # Johnson: at most 11/9 of the least number of rows, and one more
+    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 64) + sum(length > 21 for length in lengths) / 2 + 1
+    assert len(rows) == 1 or sum(sorted(used)[:2]) > 64  # or the two emptiest would share a row
+
+
+def test_packed_rows_hold_each_conversation_once_or_say_why_not(tmp_path):
+    rng = np.random.default_rng(0)
+    data = [turns(f"question {i} " + "q" * int(rng.integers(1, 20)), "a" * int(rng.integers(1, 20)))
+            for i in range(200)]
+    data += [turns("q" * 100, "a")] * 7 + [turns("q", "a", "q" * 100, "a")] * 5  # too long, and truncated
+    train, val, info = build(tmp_path / "rows", jsonl(tmp_path / "a.jsonl", data), max_seq_len=96)
+    (kept, padding), (held_out, _) = conversations_of(train), conversations_of(val)
+    expected = [truncate_conversation(BYTES, messages, 96)[0].tolist() for messages in data[:200] + data[-5:]]
+    assert sorted(kept + held_out) == sorted((tuple(idx), tuple(targets)) for idx, targets in expected)
+    assert 5 <= len(held_out) < 12 and not set(kept) & set(held_out)
+    assert list(info["notes"].values()) == [[7, f"{tmp_path}/a.jsonl, line 201"],
+                                            [5, f"{tmp_path}/a.jsonl, line 208"]]
+    counts = info["train"]
+    assert counts["conversations"] == len(kept) and counts["rows"] == len(train)
+    assert padding == len(train) * 96 - counts["tokens"] < 0.06 * 96 * len(train)
+    assert counts["trained"] == sum(token != E for _, targets in kept for token in targets)
+
+    dataset = ChatDataset(train, BYTES, True, counts["fingerprint"])
+    assert dataset.count_targets(range(len(dataset))) == (counts["trained"], counts["tokens"])
+    row_counts = np.array([dataset.count_targets(np.array([i])) for i in range(len(dataset))])
+    assert row_counts.sum(0).tolist() == [counts["trained"], counts["tokens"]]
+
+
+def test_rows_are_those_of_the_first_edition(tmp_path):
+    """Their digests, as its checkpoints hold them: with other rows, or in another order, its runs could not resume."""
+    a = jsonl(tmp_path / "a.jsonl", [turns("q" * (i % 17), f"answer {i}" * (i % 5 + 1), *("more", "yes") * (i % 2))
+                                     for i in range(1, 300)])
+    b = jsonl(tmp_path / "b.jsonl", [turns(f"b{i}", "yes", system="") for i in range(30)])
+    for data, val_data, pack, train, val in [
+        (f"{a}:2.5,{b}", None, True, "c960d2d7d472f336", "3dc70a5fbc7ba3a2"),
+        (f"{a}:2.5,{b}", None, False, "0bc85dc36f481429", "7c3d98ef9d6f7f15"),
+        (a, f"{b}:0.5", True, "2b9d86762f75b552", "0f76f6bd7ac69daa"),
+    ]:
+        _, _, info = build(tmp_path / "rows", data, val_data, pack=pack, seed=3)
+        assert (info["train"]["fingerprint"][:16], info["val"]["fingerprint"][:16]) == (train, val)
+
+
+def test_a_weight_is_passes_an_epoch(tmp_path):
+    for name in "ab":
+        jsonl(tmp_path / f"{name}.jsonl", [turns(f"{name}{i}", "yes") for i in range(20)])
+    val_data = jsonl(tmp_path / "val.jsonl", [turns("v", "yes")])
+    train, val, _ = build(tmp_path, f"{tmp_path}/a.jsonl:0.5,{tmp_path}/b.jsonl:3", val_data)
+    kept, _ = conversations_of(train)
+    assert {name: sum(idx[2] == ord(name) for idx, _ in kept) for name in "ab"} == {"a": 10, "b": 60}
+    assert len({idx for idx, _ in kept}) == 30 and len(conversations_of(val)[0]) == 1
+    assert parse_mixture("c:/x.jsonl:2, me/chats,me/chats/part:0.5, 10:30.jsonl") == {
+        "c:/x.jsonl": 2.0, "me/chats": 1.0, "me/chats/part": 0.5, "10:30.jsonl": 1.0}
+
+
+def test_without_packing_a_row_is_one_conversation(tmp_path):
+    data = jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a") for i in range(60)])
+    train, val, _ = build(tmp_path, data, max_seq_len=32, pack=False)
+    assert len(train) + len(val) == 60
+    assert all(len(conversations_of(train[i:i + 1])[0]) == 1 for i in range(len(train)))
+
+
+def test_a_folder_is_read_through_datasets(tmp_path):
+    (tmp_path / "chats").mkdir()
+    for n in (10, 20):  # the rows are made again when its files change
+        jsonl(tmp_path / "chats" / "train.jsonl", [turns(f"q{i}", "a") for i in range(n)])
+        train, val, _ = build(tmp_path / "rows", tmp_path / "chats", max_seq_len=32)
+        assert len(conversations_of(train)[0] + conversations_of(val)[0]) == n
+
+
+def test_rows_are_made_once_and_found_by_the_other_processes(tmp_path, capsys):
+    data = jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a") for i in range(60)])
+    first = build(tmp_path / "rows", data)
+    assert "packing" in capsys.readouterr().out
+    for again in (build(tmp_path / "rows", data), build(tmp_path / "rows", data, build=False)):
+        assert isinstance(again[0], np.memmap) and again[2] == first[2]
+        assert all((a == b).all() for a, b in zip(first[:2], again[:2]))
+    assert "packing" not in capsys.readouterr().out
+    build(tmp_path / "rows", data, seed=2)
+    assert len(list((tmp_path / "rows").iterdir())) == 2  # and no temporary folder
+
+
+# ---------------------------------------------------------------------------------------------------
+# batches
+
+def test_mask_and_positions_token_by_token():
+    idx = torch.tensor([[E, U, A, E, U, E, E]])  # texts of three and two tokens, two positions of padding
+    mask, positions = packed_mask_and_positions(idx, E)
+    assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0]]
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0],
+                                         [0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0],
+                                         [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("B", [1, 3])
+def test_batches(tmp_path, pack, B):
+    data = jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a" * (i % 7 + 1)) for i in range(60)])
+    rows, _, info = build(tmp_path / "rows", data, pack=pack)
+    dataset = ChatDataset(rows, BYTES, pack, info["train"]["fingerprint"])
+    indices = np.array([4, 0, 2])[:B]
+    batch = dataset.get_batch(indices, CPU)
+    assert batch.keys() == ({"idx", "targets", "mask", "positions"} if pack else {"idx", "targets"})
+    for name, dtype, shape, stride in [("idx", torch.int64, (B, 64), (64, 1)),
+                                       ("targets", torch.int64, (B, 64), (64, 1)),
+                                       ("positions", torch.int64, (B, 64), (64, 1)),
+                                       ("mask", torch.bool, (B, 1, 64, 64), (4096, 4096, 64, 1))]:
+        if name in batch:  # one stride for all batch sizes, or the compiled model would be compiled again
+            assert (batch[name].dtype, batch[name].shape, batch[name].stride()) == (dtype, shape, stride), name
+    assert batch["idx"].tolist() == rows[indices, 0].tolist()
+    assert batch["targets"].tolist() == [[IGNORE if t == E else t for t in row] for row in rows[indices, 1].tolist()]
+    assert len(dataset) == len(rows) and dataset.max_seq_len == 64
+
+
+def test_a_row_is_shown_token_by_token(tmp_path):
+    data = jsonl(tmp_path / "a.jsonl", [turns("hi", "yo\n"), turns("ho", "\x1b")])
+    rows, _, info = build(tmp_path / "rows", data, data)
+    shown = ChatDataset(rows, BYTES, True, "").format_row(0)
+    hi = "<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>|[y]|[o]|[\\n]|[<|end|>]"
+    ho = "<|endoftext|>|<|user|>|h|o|<|end|>|<|assistant|>|[\ufffd]|[<|end|>]"
+    assert shown == f"{hi}\n\n{ho}\n\n(padding: {64 - 9 - 7} of 64 positions)"
+    rows, _, _ = build(tmp_path / "rows", data, data, max_seq_len=9, pack=False)
+    assert {ChatDataset(rows, BYTES, False, "").format_row(i) for i in (0, 1)} == {
+        f"{hi}\n\n(padding: 0 of 9 positions)", f"{ho}\n\n(padding: 2 of 9 positions)"}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name in ("gpt2", "llama", "gpt2_mla", "llama_mla")])
+def test_packed_loss_is_the_loss_of_each_conversation_alone(name, compiled):
+    rng = np.random.default_rng(0)
+    talks = [turns("q" * int(rng.integers(1, 9)), "a" * int(rng.integers(1, 9)),
+                   *("again", "yes") * int(rng.integers(2))) for _ in range(4)]
+    pairs = [truncate_conversation(BYTES, talk, 200)[0] for talk in talks]
+    rows = np.concatenate([*pairs, np.full((2, 5), E)], axis=1)[None]  # five positions of padding
+    batch = ChatDataset(rows, BYTES, True, "").get_batch([0], CPU)
+    gpt = new_gpt(name, max_seq_len=rows.shape[2], vocab_size=384)
+    total, start = 0.0, 0
+    with torch.no_grad():
+        logits = gpt(**{**batch, "targets": None})
+        for pair in pairs:
+            alone = ChatDataset(pair[None], BYTES, False, "").get_batch([0], CPU)
+            end = start + pair.shape[1]
+            losses = [F.cross_entropy(part, alone["targets"][0], ignore_index=IGNORE, reduction="none")
+                      for part in (logits[0, start:end], gpt(alone["idx"])[0])]
+            torch.testing.assert_close(*losses, atol=1e-5, rtol=0)
+            total, start = total + losses[1].sum().item(), end
+    loss = (torch.compile(gpt, dynamic=False, fullgraph=True) if compiled else gpt)(**batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
+
+
+def test_a_micro_batch_without_a_target_has_no_loss_and_no_gradient():
+    gpt = new_gpt("gpt2", max_seq_len=8, vocab_size=384)
+    loss = gpt(**ChatDataset(np.full((2, 2, 8), E), BYTES, True, "").get_batch([0, 1], CPU))
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or p.grad.abs().max() == 0 for p in gpt.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------
+# bad input
+
+@pytest.mark.parametrize("line, words", [
+    ('{"messages": [', "JSONDecodeError"), ("[1]", "messages"), ('{"message": []}', "KeyError: 'messages'"),
+    ("7", "messages"), ("\udcff", "UnicodeDecodeError"), ("[" * 100_000, "RecursionError"),
+], ids=["broken", "list", "missing_key", "number", "not_utf8", "deep"])
+def test_a_line_that_is_no_conversation_is_named(tmp_path, refused, line, words):
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({"messages": turns("q", "a")})
+    path.write_bytes("\n".join(["\ufeff" + good, "", line, good]).encode(errors="surrogateescape"))
+    message = refused(build, tmp_path / "rows", path)
+    assert "a.jsonl, line 3: " in message and words in message and 'expected {"messages": [...]}' in message
+
+
+def test_faulty_conversations_are_counted_and_the_rest_kept(tmp_path, refused):
+    good = [turns(f"q{i}", "a") for i in range(40)]
+    bad = [[{"role": "tool", "content": "x"}], turns("a"), turns("a", " "), turns("a")[:1] * 2 + turns("a", "b")[1:],
+           turns("a", "b", system="")]
+    data = jsonl(tmp_path / "a.jsonl", good + bad)
+    train, val, info = build(tmp_path / "rows", data)
+    assert len(conversations_of(train)[0] + conversations_of(val)[0]) == 41
+    text = describe_rows(info, data, 64)
+    assert f"{data}, 40 conversations in {len(train)} rows of 64; " in text and "for validation" in text
+    assert f"{info['train']['tokens'] / train[:, 0].size:.1%} of the positions are not padding" in text
+    for note in ("1 conversation skipped: unknown role 'tool'", "skipped: no assistant message",
+                 "skipped: an empty assistant message", "skipped: user and assistant do not take turns",
+                 "system message left out: it is empty", f"{tmp_path}/a.jsonl, line 41"):
+        assert note in text, note
+    assert "WARNING" not in text  # four of 44 are lost
+    _, _, info = build(tmp_path / "rows", jsonl(tmp_path / "a.jsonl", good[:30] + bad))
+    assert "WARNING: 4 of the conversations" in describe_rows(info, data, 64)
+
+    message = refused(build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad[:4]))
+    assert "b.jsonl:1: none of its 0 usable conversations" in message and "unknown role 'tool'" in message
+
+
+def test_what_tiktoken_refuses_is_skipped(tmp_path, gpt2_vocabulary):
+    data = jsonl(tmp_path / "a.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")])
+    _, _, info = build_rows(tmp_path, str(data), str(data), "gpt2", 64, True, 1, True)
+    assert info["train"]["conversations"] == 1 and "skipped: " in str(info["notes"]) and "line 2" in str(info["notes"])
+
+
+def test_mistakes_are_refused_in_one_line(tmp_path, refused):
+    chats = jsonl(tmp_path / "chats.jsonl", [turns(f"q{i}", "a") for i in range(40)])
+    one, empty = jsonl(tmp_path / "one.jsonl", [turns("q", "a")]), jsonl(tmp_path / "empty.jsonl", [])
+    texts = tmp_path / "texts" / "train.jsonl"
+    texts.parent.mkdir()
+    texts.write_text('{"text": "a"}\n')
+    for data, val_data, words in [
+        ("", None, ["--data=", "no source"]), (f"{chats},", None, ["no source"]), (f"{chats}:", None, ["weight"]),
+        ("a.jsonl:-1", None, ["a.jsonl:-1", "weight"]), ("a.jsonl:1e6", None, ["1e6", "weight"]),
+        ("a.jsonl", "b.jsonl:0", ["--val_data=b.jsonl:0", "weight"]),
+        ("a.jsonl,a.jsonl:2", None, ["'a.jsonl:2'", "the same one again"]),
+        ("nowhere.jsonl", None, ["nowhere.jsonl: FileNotFoundError"]), (chats, "nowhere.jsonl", ["nowhere.jsonl"]),
+        ("/nowhere/deep/typo.json", None, ["typo.json", "not a file"]),
+        ("no such/data*", None, ["no such/data*", "not a file"]), (texts.parent, None, ["texts", "'messages'"]),
+        (empty, None, ["empty.jsonl", "none of its 0 usable conversations"]),
+        (f"{chats},{one}:0.01", chats, ["--data=", "one.jsonl:0.01", "none of its 1 usable", "raise its weight"]),
+        (chats, f"{one}:0.01", ["--val_data=", "one.jsonl:0.01"]),
+        (one, None, ["--data=", "one.jsonl", "none of its 1 usable", "--val_data"]),  # it is held out
+    ]:
+        message = refused(build, tmp_path / "rows", data, val_data)
+        assert all(word in message for word in words), message
+    assert "--chat_dir" in refused(build, chats, chats)  # a file, where the folder should be
+
+
+def test_damaged_rows_are_refused_with_what_to_do(tmp_path, refused):
+    data = jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a") for i in range(60)])
+    build(tmp_path / "rows", data)
+    folder = next((tmp_path / "rows").iterdir())
+    for name in ("train.npy", "val.npy"):
+        whole = (folder / name).read_bytes()
+        for damaged in (whole[:100], whole[:200], whole[:-2] + b"AA"):
+            (folder / name).write_bytes(damaged)
+            message = refused(build, tmp_path / "rows", data)
+            assert str(folder) in message and "remove the folder" in message
+        (folder / name).write_bytes(whole)
+    build(tmp_path / "rows", data)
+    (folder / "plan.json").write_text('{"train": {}}')
+    assert "remove the folder" in refused(build, tmp_path / "rows", data)

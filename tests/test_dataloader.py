@@ -1,0 +1,198 @@
+"""Shards, their rows, and the order of rows: each token is a target once, and a row's number alone says what it is."""
+import numpy as np
+import pytest
+import torch
+
+from dataloader import BatchLoader, TokenDataset, epoch_permutation, sample_indices
+from shards import read_meta, read_shard
+
+CPU = torch.device("cpu")
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    """A shard by the letter of its format."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+
+
+def counting_shards(folder, *lengths, split="train"):
+    """Shards whose tokens count on from 0, so that each token says where it is from."""
+    first = 0
+    for i, length in enumerate(lengths):
+        write_shard(folder / f"{split}_{i:06d}.bin", range(first, first + length))
+        first += length
+    return str(folder)
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(function, *args): the one line on stderr that a call ends with."""
+    def call(function, *args):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            function(*args)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+        return error
+    return call
+
+
+# ---------------------------------------------------------------------------------------------------
+# shards
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda path: path.write_bytes(b""), "not a token shard"),
+    (lambda path: path.write_bytes(path.read_bytes()[:500]), "not a token shard"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-2]), "damaged"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "damaged"),
+    (lambda path: write_shard(path, []), "damaged"),
+    (lambda path: write_shard(path, range(100), count=-100), "damaged"),
+    (lambda path: write_shard(path, range(100), magic=20240801), "not a token shard"),
+    (lambda path: write_shard(path, range(100), version=2), "version 2, expected 1"),
+    (lambda path: path.write_text("not a shard at all " * 1000), "not a token shard")])
+def test_a_damaged_shard_is_named(tmp_path, refused, damage, words):
+    data_dir = counting_shards(tmp_path / "data", 100, 100, 100)
+    path = tmp_path / "data" / "train_000001.bin"
+    damage(path)
+    for call in ((read_shard, path), (TokenDataset, data_dir, "train", 8)):
+        error = refused(*call)
+        assert str(path) in error and words in error
+
+
+@pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"tokenizer": "gpt2"}',
+                                  '{"tokenizer": "gpt2", "vocab_size": null}'])
+def test_an_unreadable_meta_is_named(tmp_path, refused, meta):
+    (tmp_path / "meta.json").write_text(meta)
+    assert str(tmp_path / "meta.json") in refused(read_meta, tmp_path)
+
+
+def test_an_unfinished_folder_is_refused(tmp_path, refused):
+    (tmp_path / "progress.json").write_text("{}")
+    error = refused(read_meta, tmp_path)
+    assert f"data_dir={tmp_path}" in error and "prepare_data.py" in error
+
+
+def test_published_shards_are_found_and_are_gpt2s(tmp_path):
+    write_shard(tmp_path / "d" / "fineweb_train_000002.bin", range(100, 150))
+    write_shard(tmp_path / "d" / "fineweb_train_000001.bin", range(0, 100))
+    write_shard(tmp_path / "d" / "fineweb_val_000000.bin", range(1000, 1030))
+    assert TokenDataset(str(tmp_path / "d"), "train", 49)[[0, 1, 2]][0][:, 0].tolist() == [0, 49, 100]
+    assert TokenDataset(str(tmp_path / "d"), "val", 10)[[1]][1].tolist() == [list(range(1011, 1021))]
+    meta = read_meta(tmp_path / "d")
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("gpt2", 50304)
+
+
+# ---------------------------------------------------------------------------------------------------
+# rows
+
+def test_rows_cover_every_token_but_the_dropped_ones_once(tmp_path):
+    data_dir = counting_shards(tmp_path / "d[1]", 10, 3, 4, 25, 9)  # rows of 4 and a target after each: 2, 0, 0, 6, 2
+    dataset = TokenDataset(data_dir, "train", 4)
+    starts = [*range(0, 8, 4), *range(17, 41, 4), *range(42, 50, 4)]
+    assert len(dataset) == len(starts) == 10
+    assert (dataset.tokens, dataset.dropped_tokens) == (51, 51 - 40)
+    idx, targets = dataset[np.arange(10)]
+    assert idx.dtype == targets.dtype == np.int64 and idx.shape == targets.shape == (10, 4)
+    assert idx.tolist() == [list(range(start, start + 4)) for start in starts]
+    assert np.array_equal(targets, idx + 1)
+    order = np.random.default_rng(0).permutation(10)
+    assert np.array_equal(dataset[order][0], idx[order]) and np.array_equal(dataset[order][1], targets[order])
+
+
+@pytest.mark.parametrize("length, n", [(5, 1), (8, 1), (9, 2), (4097, 1024)])
+def test_a_row_needs_the_token_after_it(tmp_path, length, n):
+    dataset = TokenDataset(counting_shards(tmp_path / "data", length), "train", 4)
+    assert len(dataset) == n
+    assert dataset[[n - 1]][1][0, -1] == 4 * n
+
+
+def test_max_seq_len_longer_than_every_shard_is_refused(tmp_path, refused):
+    data_dir = counting_shards(tmp_path / "data", 10, 20)
+    assert len(TokenDataset(data_dir, "train", 19)) == 1
+    error = refused(TokenDataset, data_dir, "train", 20)
+    assert "max_seq_len=20" in error and "20 tokens" in error
+
+
+def test_a_folder_without_shards_is_refused(tmp_path, refused):
+    data_dir = counting_shards(tmp_path / "data", 100)
+    assert "no val shards" in refused(TokenDataset, data_dir, "val", 8)
+    assert "data_dir=nowhere" in refused(TokenDataset, "nowhere", "train", 8)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path, refused):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 384}')
+    dataset = TokenDataset(counting_shards(tmp_path / "data", 400), "train", 8)
+    dataset[[46]]  # tokens 368 to 376
+    error = refused(dataset.__getitem__, [47])  # 376 to 384
+    assert f"--data_dir={tmp_path / 'data'}" in error and "384" in error and "bytes" in error
+
+
+def test_the_fingerprint_tells_shards_apart(tmp_path):
+    def fingerprint(name, *shards):
+        for i, tokens in enumerate(shards):
+            write_shard(tmp_path / name / f"train_{i:06d}.bin", tokens)
+        return TokenDataset(str(tmp_path / name), "train", 8).fingerprint
+
+    a, b = np.arange(3000), np.arange(3000, 6000)
+    first, last = a.copy(), b.copy()
+    first[0], last[-1] = 7, 7
+    prints = [fingerprint("a", a, b), fingerprint("first", first, b), fingerprint("last", a, last),
+              fingerprint("order", b, a), fingerprint("shorter", a, b[:-1]), fingerprint("fewer", a),
+              fingerprint("more", a, b, b)]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint("copy", a, b) == prints[0]
+
+
+# ---------------------------------------------------------------------------------------------------
+# order and batches
+
+@pytest.mark.parametrize("n", [1, 7, 1000])
+def test_each_epoch_is_a_permutation(n):
+    epochs = sample_indices(range(3 * n), n, seed=5).reshape(3, n)
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs.tolist())
+    if n == 1000:
+        assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+        assert sample_indices(range(n), n, seed=6).tolist() != epochs[0].tolist()
+
+
+def test_a_row_depends_on_its_number_alone():
+    together = sample_indices(range(300), 70, seed=5)
+    epoch_permutation.cache_clear()
+    one_by_one = [int(sample_indices([row], 70, seed=5)[0]) for row in reversed(range(300))]
+    assert one_by_one[::-1] == together.tolist()
+    assert sample_indices([299, 3, 150], 70, seed=5).tolist() == together[[299, 3, 150]].tolist()
+
+
+def test_any_number_of_ranks_sees_the_same_rows_and_resumes_by_rows_seen(tmp_path):
+    dataset = TokenDataset(counting_shards(tmp_path / "data", 1000), "train", 8)
+    expected = dataset[sample_indices(range(24), len(dataset), seed=3)]
+    for world_size in (1, 2, 3):
+        loaders = [BatchLoader(dataset, 2, 3, rank, world_size, CPU) for rank in range(world_size)]
+        batches = [next(loaders[m % world_size]) for m in range(12)]  # micro-batch m is rank m % world_size's
+        for name, rows in zip(("idx", "targets"), expected):
+            assert torch.cat([batch[name] for batch in batches]).tolist() == rows.tolist()
+        assert {loader.state_dict() for loader in loaders} == {24} and loaders[0].tokens == 24 * 8
+    resumed = BatchLoader(dataset, 2, 3, 0, 1, CPU)
+    resumed.load_state_dict(22)
+    assert resumed.peek()["idx"].tolist() == next(resumed)["idx"].tolist() == expected[0][22:].tolist()
+
+
+class RowNumbers:
+    """A source of a loader: for each row its own index."""
+
+    def __getitem__(self, indices):
+        return {"number": np.asarray(indices)}
+
+
+def test_sources_and_transforms_join_the_batch(tmp_path):
+    dataset = TokenDataset(counting_shards(tmp_path / "data", 100), "train", 8)
+    loader = BatchLoader(dataset, 2, 3, 0, 1, CPU)
+    loader.sources.append(RowNumbers())
+    loader.transforms.append(lambda batch: {"twice": 2 * batch["number"]})
+    batch = next(loader)
+    assert batch["number"].tolist() == sample_indices(range(2), len(dataset), seed=3).tolist()
+    assert batch["twice"].tolist() == (2 * batch["number"]).tolist()

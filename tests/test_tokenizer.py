@@ -1,0 +1,78 @@
+"""Tokenizers: ids are tiktoken's, special tokens in text are text, and bytes are counted right."""
+import random
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
+
+PIECES = list("abcdefgh  \n\t\"\\,") + ["é", "漢", "🙂", "\0", "the ", "<|endoftext|>", "<|user|>"]
+rng = random.Random(0)
+TEXTS = ["".join(rng.choices(PIECES, k=rng.randint(1, 400))) for _ in range(100)]
+
+
+@pytest.fixture(params=["bytes", "gpt2"])
+def tokenizer(request):
+    return get_tokenizer("bytes") if request.param == "bytes" else request.getfixturevalue("gpt2_vocabulary")
+
+
+@given(st.text())
+def test_bytes_are_utf8_and_round_trip(text):
+    tokenizer = get_tokenizer("bytes")
+    tokens = tokenizer.encode_ordinary(text)
+    assert tokens == list(text.encode("utf-8"))
+    assert tokenizer.decode(tokens) == text
+
+
+@settings(deadline=None)
+@given(text=st.text() | st.sampled_from(TEXTS))
+def test_gpt2_ids_are_tiktokens(gpt2_vocabulary, text):
+    assert encode(gpt2_vocabulary, text).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(text)
+
+
+@pytest.mark.parametrize("text", ["a\ud83d b", "\udc00", "\ud83d\ude00"])
+def test_half_a_surrogate_pair_is_encoded_as_tiktoken_does(tokenizer, text):
+    assert encode(tokenizer, text).tolist() == tokenizer.encode_ordinary(text)
+
+
+def test_a_million_spaces_raise_an_error_that_can_be_caught(gpt2_vocabulary):
+    with pytest.raises(ValueError):
+        encode(gpt2_vocabulary, "a" + " " * 1_100_000 + "b")
+
+
+def test_a_special_token_in_text_is_text(tokenizer):
+    text = "a <|endoftext|> b"
+    ids = encode(tokenizer, text)
+    assert (ids < tokenizer.eot_token).all() and tokenizer.decode(ids.tolist()) == text
+
+
+def test_vocabularies_are_padded(gpt2_vocabulary):
+    assert (gpt2_vocabulary.eot_token, padded_vocab_size(gpt2_vocabulary)) == (50256, 50304)
+    assert (get_tokenizer("bytes").eot_token, padded_vocab_size(get_tokenizer("bytes"))) == (256, 384)
+
+
+def test_token_bytes_add_up_to_those_of_the_text(tokenizer):
+    sizes = token_bytes(tokenizer)
+    assert sizes.shape == (padded_vocab_size(tokenizer),)
+    assert not sizes[tokenizer.eot_token:].any() and sizes[:tokenizer.eot_token].all()
+    for text in TEXTS:
+        assert sizes[encode(tokenizer, text)].sum() == len(text.encode("utf-8"))
+
+
+def test_decode_chat_spells_out_special_tokens_and_padding(tokenizer):
+    end = chat_tokens(tokenizer)["end"]
+    ids = [tokenizer.eot_token, *encode(tokenizer, "é"), end, padded_vocab_size(tokenizer) - 1]
+    assert decode_chat(tokenizer, ids) == "<|endoftext|>é<|end|><|padding|>"
+
+
+def test_sanitize_keeps_text_and_drops_control_characters():
+    assert sanitize("a\n\té🙂") == "a\n\té🙂"
+    assert sanitize("\x1b[2J\r\x07") == "\ufffd[2J\ufffd\ufffd"
+
+
+def test_an_unknown_tokenizer_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        get_tokenizer("gpt5")
+    assert stop.value.code == 2 and "gpt5" in capsys.readouterr().err
