@@ -103,8 +103,8 @@ folder = temp_dir.name
 
 # -----------------------------------------------------------------------------
 # rounds and tables
-METRICS = {"tok_per_sec": ",.1f", "peak_mem_mb": ",.0f", "mfu": ".1%", "wait": ".2%", "recompiles": ".0f", "useful": ".1%",
-           "cold_compile_s": ".1f", "warm_compile_s": ".1f", "cache_bytes": ",.0f", "n_tokens": ",.0f"}
+METRICS = {"tok_per_sec": ",.1f", "peak_mem_mb": ",.0f", "mfu": ".1%", "wait": ".2%", "recompiles": ".0f",
+           "useful": ".1%", "cold_compile_s": ".1f", "warm_compile_s": ".1f", "cache_bytes": ",.0f", "n_tokens": ",.0f"}
 
 
 def median(runs, reference, key):
@@ -152,8 +152,8 @@ def run_python(flags, *command):
 
 def time_steps(label, script, flags):
     """
-    Runs a training script. Returns metrics from its log, without the first step. Each label has a compiler cache of its
-    own, so it compiles cold in the first round and warm in the others.
+    Runs a training script. Returns metrics from its log, without the first step. Each label has its own compiler cache,
+    which is empty in the first round.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = f"{folder}/cache-{label}"  # no spaces: g++ gets it unquoted
     compile_s = "warm_compile_s" if os.path.exists(cache) else "cold_compile_s"
@@ -208,7 +208,7 @@ def profile_steps():
         runpy.run_path(str(SCRIPTS / "train_gpt2.py"), run_name="__main__")
     profiler.export_chrome_trace("trace.json")
     print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10))
-    print(f"3 steps of {' '.join(sys.argv)}\nare in {Path('trace.json').resolve()}; open it in https://ui.perfetto.dev")
+    print(f"3 steps of {' '.join(sys.argv)}\nopen {Path('trace.json').resolve()} in https://ui.perfetto.dev")
 
 
 # -----------------------------------------------------------------------------
@@ -252,8 +252,8 @@ def bench_prep():
         shards = [read_shard(path) for path in sorted(prepared.glob("*.bin"), reverse=True)]  # val comes before train
         texts = "".join(map(tokenizer.decode, shards)).split(END_OF_TEXT)[1:]
         measures = {"tiktoken": tiktoken_alone, **measures}
-    run_interleaved(f"data preparation: prepare_data.py {' '.join(to_args(source))}, from start to end; tiktoken alone: texts "
-                    f"in memory, {count_cpus()} threads", measures)
+    run_interleaved(f"data preparation: prepare_data.py {' '.join(to_args(source))}, from start to end; tiktoken alone: "
+                    f"texts in memory, {count_cpus()} threads", measures)
 
 
 # -----------------------------------------------------------------------------
@@ -293,8 +293,8 @@ def bench_decode():
             measures[label] = partial(decode, model, step, sum(tensor.nbytes for tensor in sum(cache, [])))
     for measure in measures.values():
         measure()  # warm-up
-    run_interleaved(f"decoding: GPT-2 124M's size, one row, {context} tokens of context, temperature 1, top_k 200; cache_bytes: "
-                    f"for each token", measures)
+    run_interleaved(f"decoding: GPT-2 124M's size, one row, {context} tokens of context, temperature 1, top_k 200; "
+                    f"cache_bytes: for each token", measures)
 
 
 # -----------------------------------------------------------------------------

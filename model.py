@@ -69,43 +69,38 @@ class GPTConfig:
                 self.v_head_dim = hd
 
 
-# which fields belong to which variants; elsewhere they must keep their default
-FIELDS_OF = {
-    "gelu": ("gpt2+mha", "gpt2+mla"), "embed_norm": ("llama+mha", "llama+mla"), "qk_norm": ("llama+mha",),
-    "n_kv_head": ("llama+mha",), "q_lora_rank": ("llama+mla",), "qk_rope_head_dim": ("llama+mla",),
-    "kv_lora_rank": ("gpt2+mla", "llama+mla"), "qk_nope_head_dim": ("llama+mla",), "v_head_dim": ("llama+mla",)}
-
-
 def validate_config(c):
     """Raises ValueError, naming the field and what it accepts, for a GPTConfig whose model does not exist."""
-    def expect(ok, name, accepted):
+    def expect(name, ok, accepted):
         if not ok:
             raise ValueError(f"{name}={getattr(c, name)}: {accepted}")
 
-    expect(c.arch in ATTENTION, "arch", "expected gpt2 or llama")
-    expect(c.attention in ATTENTION[c.arch], "attention", "expected mha or mla")
     for name in ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "intermediate_size",
                  "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
-        expect(getattr(c, name) is None or getattr(c, name) >= 1, name, "expected at least 1")
-    hd, rope = c.n_embd // c.n_head, c.qk_rope_head_dim
-    expect(c.n_embd % c.n_head == 0, "n_embd", f"expected a multiple of n_head={c.n_head}")
-    expect(0 <= c.dropout < 1, "dropout", "expected a number from 0 to below 1")
-    expect(c.gelu in ("tanh", "exact"), "gelu", "expected tanh or exact")
-    expect(c.rope_theta > 0, "rope_theta", "expected a positive number")
-    # what gpt2 and mla have anyway, and GPTConfig fills in, is accepted, too
-    filled_in = {"n_kv_head": c.n_head} | (
-        {"qk_rope_head_dim": 0, "qk_nope_head_dim": hd, "v_head_dim": hd} if (c.arch, c.attention) == ("gpt2", "mla") else {})
-    for name, variants in FIELDS_OF.items():
-        default = type(c).__dataclass_fields__[name].default
-        expect(f"{c.arch}+{c.attention}" in variants or getattr(c, name) in (default, filled_in.get(name, default)), name,
-               f"arch={c.arch} attention={c.attention} has no choice here; only {' and '.join(variants)}")
-    expect(c.n_kv_head is None or c.n_head % c.n_kv_head == 0, "n_kv_head", f"expected a divisor of n_head={c.n_head}")
-    expect(f"{c.arch}+{c.attention}" != "llama+mha" or hd % 2 == 0, "n_head",
-           f"rotary positions turn pairs: expected an even n_embd / n_head, got {hd}")
-    expect(rope is None or rope % 2 == 0 and (rope > 0 or c.arch == "gpt2"), "qk_rope_head_dim",
-           "rotary positions turn pairs: expected an even number above 0")
+        expect(name, getattr(c, name) is None or getattr(c, name) >= 1, "expected at least 1")
+    hd, gpt2, mla, rope = c.n_embd // c.n_head, c.arch == "gpt2", c.attention == "mla", c.qk_rope_head_dim
+    expect("arch", c.arch in ATTENTION, "expected gpt2 or llama")
+    expect("attention", c.attention in ("mha", "mla"), "expected mha or mla")
+    expect("n_embd", c.n_embd % c.n_head == 0, f"expected a multiple of n_head={c.n_head}")
+    expect("dropout", 0 <= c.dropout < 1, "expected a number from 0 to below 1")
+    expect("rope_theta", c.rope_theta > 0, "expected a positive number")
+    expect("gelu", c.gelu == "tanh" or c.gelu == "exact" and gpt2, "expected tanh, or with arch=gpt2 exact")
+    expect("embed_norm", not (c.embed_norm and gpt2), "only with arch=llama: gpt2's head is tied to its embedding")
+    expect("qk_norm", not c.qk_norm or not gpt2 and not mla, "only with arch=llama attention=mha")
+    expect("n_kv_head", c.n_kv_head in (None, c.n_head) or not gpt2 and not mla and c.n_head % c.n_kv_head == 0,
+           f"expected n_head={c.n_head}, or with arch=llama attention=mha a divisor of it")
+    expect("n_head", gpt2 or mla or hd % 2 == 0, f"rotary positions turn pairs: expected an even n_embd / n_head, got {hd}")
+    for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        expect(name, mla or getattr(c, name) is None, "only with attention=mla")
     for name in ("kv_lora_rank", "q_lora_rank"):
-        expect((getattr(c, name) or 0) <= c.n_embd, name, f"expected at most n_embd={c.n_embd}")
+        expect(name, (getattr(c, name) or 0) <= c.n_embd, f"expected at most n_embd={c.n_embd}")
+    if gpt2:  # with mla it is a GPT-2 once keys and values are multiplied out
+        expect("q_lora_rank", c.q_lora_rank is None, "only with arch=llama")
+        expect("qk_rope_head_dim", rope in (None, 0), "arch=gpt2 learns its positions and rotates nothing")
+        expect("qk_nope_head_dim", c.qk_nope_head_dim in (None, hd), f"arch=gpt2 has n_embd / n_head = {hd}")
+        expect("v_head_dim", c.v_head_dim in (None, hd), f"arch=gpt2 has n_embd / n_head = {hd}")
+    else:
+        expect("qk_rope_head_dim", rope is None or rope > 0 and rope % 2 == 0, "expected an even number above 0")
 
 
 # -----------------------------------------------------------------------------

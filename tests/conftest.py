@@ -93,7 +93,9 @@ def run_forked(script, args, cwd, env, outputs):
     try:
         try:
             runpy.run_path(script, run_name="__main__")
-        except Exception:
+        except SystemExit:
+            raise
+        except BaseException:  # Ctrl-C too
             code = 1
             sys.excepthook(*sys.exc_info())
     except SystemExit as end:  # from the script, or from its excepthook

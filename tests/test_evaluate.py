@@ -68,10 +68,10 @@ def random_model(**settings):
 
 def bigram_model(table, max_seq_len=512):
     """
-    A GPT whose logits after token i are table[i]: (384, 384). Embeddings are one-hot, attention and MLP add nothing, and
-    the head is the table, divided by what the last norm makes of a unit vector.
+    A GPT whose logits after token i are table[i]: (384, 384). Embeddings are one-hot, attention and MLP add nothing,
+    and the head is the table, divided by what the last norm makes of a unit vector.
     """
-    model = GPT(GPTConfig(arch="llama", n_layer=1, n_head=2, n_embd=384, max_seq_len=max_seq_len, vocab_size=384)).eval()
+    model = GPT(GPTConfig(arch="llama", n_layer=1, n_head=2, n_embd=384, max_seq_len=max_seq_len, vocab_size=384))
     with torch.no_grad():
         for p in model.transformer.h.parameters():
             p.zero_()
@@ -248,7 +248,7 @@ def test_answers_are_generated_until_the_model_stops(tmp_path):
             assert (result["acc"], result["chance"], result["truncated"]) == (2 / 3, 0, 0)
             assert "acc_norm" not in result and model.training  # restored
     assert score(model, BYTES, stage, examples, max_new_tokens=1)["examples"][0]["text"] == "4"
-    # a base model has not learned the chat tokens: where one is the likeliest, the next likeliest token is taken
+    # a base model has not learned the chat tokens: if one is the likeliest, the next likeliest token is taken
     table = chain([ord(":"), END], [ord("7"), eot])
     table[ord(":"), ord("7")] = 20.0
     assert score(bigram_model(table), BYTES, "base", examples)["examples"][0]["text"] == "7"
@@ -378,7 +378,7 @@ def checkpoint(tmp_path_factory):
 
 
 def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tmp_path):
-    """Two ranks share three tasks, one of them of a single example, and a number of validation rows they do not divide."""
+    """Two ranks, three tasks, one of them of a single example, and validation rows that two do not divide."""
     files, outputs = [tmp_path / "one.json", tmp_path / "two.json"], []
     for ranks in (1, 2):
         outputs.append(run("evaluate.py", f"--checkpoint={checkpoint}", f"--task_dir={tasks}", f"--data_dir={shards}",
@@ -397,7 +397,8 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
             assert output.count(format_result(task, one[task])) == 1
 
     model = random_model(max_seq_len=32).eval()
-    tokens = torch.from_numpy(np.fromfile(shards / "val_000000.bin", dtype=np.uint16)[512:].astype(np.int64))[:9 * 32 + 1]
+    tokens = np.fromfile(shards / "val_000000.bin", dtype=np.uint16)[512:][:9 * 32 + 1]  # after the header
+    tokens = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
         loss_sum = F.cross_entropy(model(tokens[:-1].view(9, 32)).flatten(0, 1), tokens[1:], reduction="sum").item()
     bits_per_byte = loss_sum / math.log(2) / (tokens[1:] != 256).sum().item()
@@ -412,11 +413,13 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
 
 def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabulary):
     assert "'helaswag' is not a task; did you mean 'hellaswag'?" in refused("evaluate.py", "--tasks=helaswag")
-    assert f"--task_dir={tmp_path}: no tasks; expected TASK/test.jsonl" in refused("evaluate.py", f"--task_dir={tmp_path}")
+    assert f"--task_dir={tmp_path}: no tasks; expected TASK/test.jsonl" in refused(
+        "evaluate.py", f"--task_dir={tmp_path}")
     given = ["evaluate.py", f"--checkpoint={checkpoint}", "--device=cpu"]
     assert f"--task_dir={tasks}: has no hellaswag/test.jsonl" in refused(
         *given, "--tasks=mmlu,hellaswag", f"--task_dir={tasks}")
-    assert f"{tmp_path}/no/results.json" in refused(*given, f"--task_dir={tasks}", f"--output={tmp_path}/no/results.json")
+    output = f"{tmp_path}/no/results.json"
+    assert output in refused(*given, f"--task_dir={tasks}", f"--output={output}")
     shards = write_shards(tmp_path / "gpt2", "gpt2", train=2000, val=500)
     error = refused(*given, "--tasks=", f"--data_dir={shards}")
     assert f"--data_dir={shards}: has gpt2 tokens" in error and f"{checkpoint} has bytes tokens" in error

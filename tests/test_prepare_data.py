@@ -332,8 +332,8 @@ def test_killed_and_resumed_makes_the_same_bytes(sources, name, source):
     assert [meta.pop("source") for meta in metas] and metas[0] == metas[1]
 
 
-# A file is written beside its name and renamed. The first rename is progress.json's; of each two that follow, the first
-# is a shard's, the second progress.json's.
+# A file is written beside its name and renamed. The first rename is progress.json's; of each two that follow, one is a
+# shard's and the next progress.json's.
 KILLED_AT_RENAME = """
 import os, runpy, signal, sys
 renames, last, replace = 0, int(sys.argv[1]), os.replace
@@ -350,6 +350,13 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
+def kill_at_rename(n, folder, *args):
+    """Run the script until it has renamed n files and is about to rename another."""
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT_RENAME, str(n), SCRIPT, *args], cwd=folder,
+                            start_new_session=True, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+
 @pytest.mark.parametrize("renames, shards, known", [
     (1, 0, 0),  # the first shard is written, not renamed
     (2, 1, 0),  # the first shard is there, progress.json does not know
@@ -358,9 +365,7 @@ runpy.run_path(script, run_name="__main__")
 def test_killed_between_two_renames_makes_the_same_bytes(python, renames, shards, known):
     data_dir = python / f"killed{renames}"
     command = [*PYTHON, "--max_tokens=537500", f"--data_dir={data_dir.name}"]
-    killed = subprocess.run([sys.executable, "-c", KILLED_AT_RENAME, str(renames), SCRIPT, *command], cwd=python,
-                            start_new_session=True, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    kill_at_rename(renames, python, *command)
     assert len(list(data_dir.glob("*.bin"))) == shards and not (data_dir / "meta.json").exists()
     counts = json.loads((data_dir / "progress.json").read_text())["counts"]
     assert counts.get("val shards", 0) + counts.get("train shards", 0) == known
@@ -380,6 +385,8 @@ def test_a_raised_max_tokens_continues(python):
     for max_tokens in (62501, 225000):
         prepare(python, *PYTHON, f"--max_tokens={max_tokens}", "--data_dir=raised")
         assert len(all_tokens(python / "raised")) == read_meta(python / "raised")["tokens"] == max_tokens
+    kill_at_rename(2, python, *PYTHON, "--max_tokens=537500", "--data_dir=raised")
+    assert not (python / "raised" / "meta.json").exists()  # its counts no longer hold
     assert "resuming after" in prepare(python, *PYTHON, "--max_tokens=537500", "--data_dir=raised")
     assert contents(python / "raised") == contents(python / "undisturbed")
     assert "prepared already" in prepare(python, *PYTHON, "--max_tokens=537500", "--data_dir=raised")

@@ -15,7 +15,6 @@ from conftest import (ROOT, TINY, check_compiled, check_same_run, load, patched,
                       write_shards)
 from dataloader import TokenDataset
 from model import GPT, GPTConfig
-from test_model import transformers_twin
 
 LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
 MLA = ["--attention=mla", "--kv_lora_rank=8"]
@@ -40,8 +39,13 @@ def test_a_run_learns_logs_and_leaves_a_checkpoint(shards, tmp_path):
 
 def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, trained):
     """The order of the data, the mean over a step, clipping, schedule, groups and AdamW, written out once more."""
+    transformers = pytest.importorskip("transformers")
+    twin = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=384, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
     torch.manual_seed(1337)
-    twin = transformers_twin(GPT(GPTConfig(**load(trained)["model_args"])))
+    weights = GPT(GPTConfig(**load(trained)["model_args"])).state_dict()
+    twin.load_state_dict({name: tensor.t() if re.search(r"c_\w+\.weight", name) else tensor  # GPT-2's are (in, out)
+                          for name, tensor in weights.items()})
     matrices = [p for p in twin.parameters() if p.dim() > 1]
     vectors = [p for p in twin.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,0 +1,74 @@
+"""Muon for the hidden matrices and AdamW for the rest, as one optimizer (--optimizer=muon)."""
+import torch
+import torch.distributed as dist
+from torch.optim import _muon
+
+newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no public name
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes the update of each matrix, for one
+    group, and AdamW for the others: torch's own two, as one optimizer.
+
+    The ranks share out the matrices: each updates its own and broadcasts them. Momenta stay where they are used until
+    state_dict, a collective call, gathers them. Matrices of a model sharded by FSDP are gathered and orthogonalized by
+    every rank, which keeps its part.
+    """
+
+    def __init__(self, muon_group, adamw_groups, adamw):
+        self.muon = torch.optim.Muon([muon_group], lr=adamw["lr"])
+        self.adamw = torch.optim.AdamW(adamw_groups, **adamw)
+        super().__init__(self.muon.param_groups + self.adamw.param_groups, {})
+        matrices = muon_group["params"]
+        self.sharded = hasattr(matrices[0], "full_tensor")
+        self.owner = {}  # matrix -> the rank that updates it, where several share the work
+        if dist.is_initialized() and not self.sharded:
+            load = [0] * dist.get_world_size()
+            for p in sorted(matrices, key=newton_schulz_cost, reverse=True):  # greedy load balancing
+                self.owner[p] = min(range(len(load)), key=load.__getitem__)
+                load[self.owner[p]] += newton_schulz_cost(p)
+        _muon._zeropower_via_newtonschulz = newton_schulz_sharded if self.sharded else newton_schulz
+
+    @torch.no_grad()
+    def compile(self, backend):
+        """Compiles Newton-Schulz for all shapes there are. Not all of step, which would recompile at each learning rate."""
+        if self.sharded:
+            return
+        _muon._zeropower_via_newtonschulz = torch.compile(newton_schulz, dynamic=False, backend=backend)
+        group = self.param_groups[0]
+        for shape in sorted({p.shape for p in group["params"]}):
+            _muon._zeropower_via_newtonschulz(torch.zeros(shape, device=group["params"][0].device),
+                                              group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step of both, from the gradients in place; the gradients of other ranks' matrices are dropped."""
+        # load_state_dict replaces these objects, so re-link them each time
+        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self.muon.state = self.adamw.state = self.state
+        self.adamw.step()
+        for p, rank in self.owner.items():
+            if rank != dist.get_rank():
+                p.grad = None
+        self.muon.step()
+        for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
+            broadcast.wait()
+
+    def state_dict(self):
+        for p, rank in self.owner.items() if self.state else ():
+            dist.broadcast(self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)), rank)
+        return super().state_dict()
+
+
+def newton_schulz_sharded(update, *args):
+    """A sharded matrix (DTensor), gathered and orthogonalized on each rank: sharing it out would send more than it saves."""
+    from torch.distributed.tensor import distribute_tensor
+    full = newton_schulz(update.full_tensor(), *args)
+    return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)
+
+
+def newton_schulz_cost(p):
+    """Multiplications of one step for a matrix (m, n), m <= n: m^2 n for X X^T, m^3 for its square, m^2 n for the update."""
+    m, n = sorted(p.shape)
+    return m * m * (2 * n + m)
