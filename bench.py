@@ -104,7 +104,8 @@ folder = temp_dir.name
 # -----------------------------------------------------------------------------
 # rounds and tables
 METRICS = {"tok_per_sec": ",.1f", "peak_mem_mb": ",.0f", "mfu": ".1%", "wait": ".2%", "recompiles": ".0f",
-           "useful": ".1%", "cold_compile_s": ".1f", "warm_compile_s": ".1f", "cache_bytes": ",.0f", "n_tokens": ",.0f"}
+           "useful": ".1%", "cold_compile_s": ".1f", "warm_compile_s": ".1f", "cache_bytes": ",.0f",
+           "n_tokens": ",.0f"}
 
 
 def median(runs, reference, key):
@@ -152,8 +153,8 @@ def run_python(flags, *command):
 
 def time_steps(label, script, flags):
     """
-    Runs a training script. Returns metrics from its log, without the first step. Each label has its own compiler cache,
-    which is empty in the first round.
+    Runs a training script. Returns metrics from its log, without the first step. Each label has its own compiler
+    cache, which is empty in the first round.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache = f"{folder}/cache-{label}"  # no spaces: g++ gets it unquoted
     compile_s = "warm_compile_s" if os.path.exists(cache) else "cold_compile_s"
@@ -252,8 +253,8 @@ def bench_prep():
         shards = [read_shard(path) for path in sorted(prepared.glob("*.bin"), reverse=True)]  # val comes before train
         texts = "".join(map(tokenizer.decode, shards)).split(END_OF_TEXT)[1:]
         measures = {"tiktoken": tiktoken_alone, **measures}
-    run_interleaved(f"data preparation: prepare_data.py {' '.join(to_args(source))}, from start to end; tiktoken alone: "
-                    f"texts in memory, {count_cpus()} threads", measures)
+    run_interleaved(f"data preparation: prepare_data.py {' '.join(to_args(source))}, from start to end; tiktoken: "
+                    f"alone, texts in memory, {count_cpus()} threads", measures)
 
 
 # -----------------------------------------------------------------------------

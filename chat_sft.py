@@ -1,14 +1,14 @@
 """
 Turns a base model into a chat model: supervised fine-tuning on conversations.
 
-    python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # {"messages": [{"role", "content"}, ...]} per line
-    torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3
-    python chat_sft.py --print_batch=True                             # what is trained on, token by token
-    python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (bit-exact)
+    python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # {"messages": [{"role", "content"}, ...]} per
+    line torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3 python chat_sft.py
+    --print_batch=True                             # what is trained on, token by token python chat_sft.py
+    --init_from=resume --out_dir=out-chat          # resume (bit-exact)
 
-Rows have one fixed length, max_seq_len, so the compiled model sees one shape: whole conversations are packed into them,
-with attention inside each conversation only, or with --pack=False each is padded to a row of its own. The loss is on
-assistant tokens only. The loop is train_gpt2.py's; what differs is the data, and the targets, counted per step.
+Rows have one fixed length, max_seq_len, so the compiled model sees one shape: whole conversations are packed into
+them, with attention inside each conversation only, or with --pack=False each is padded to a row of its own. The loss
+is on assistant tokens only. The loop is train_gpt2.py's; what differs is the data, and the targets, counted per step.
 """
 import math
 import os
@@ -30,7 +30,7 @@ from tokenizer import chat_tokens, get_tokenizer, token_bytes
 # -----------------------------------------------------------------------------
 # settings
 out_dir: str = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
-init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if out_dir has a checkpoint)
+init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
 eval_interval: Positive = 100  # steps between evaluations; each saves a checkpoint first
@@ -39,11 +39,11 @@ eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hel
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
 task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: Positive = 10
-sample_tokens: NonNegative = 128  # length of the answer printed at each evaluation, to the first question of val; 0 = off
+sample_tokens: NonNegative = 128  # length of the answer, to the first question of val, printed then; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
-data: str = "HuggingFaceTB/smoltalk"  # .jsonl files and hub data sets (owner/name/config); :3 repeats a source per epoch
+data: str = "HuggingFaceTB/smoltalk"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
 val_data: Optional[str] = None  # the same for validation; None: one in 50 conversations, not trained on
 chat_dir: str = "data/chat"  # the rows are made once and kept here
 pack: bool = True  # as many whole conversations per row as fit; False: one
@@ -75,7 +75,7 @@ wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters in which the rate
 lora_rank: NonNegative = 0  # lora.py: freeze the model and train adapters of this rank; 0 = off
 teacher: Optional[str] = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
 sparsity: BelowOne = 0.0  # prune.py: share of the hidden matrices' weights that ends at zero
-spike_loss: NonNegativeFloat = 3.0  # rollback.py: back to the last checkpoint at this many times the mean loss; 0 = off
+spike_loss: NonNegativeFloat = 3.0  # rollback.py: roll back at this many times the mean loss; 0 = off
 spike_norm: NonNegativeFloat = 100.0  # rollback.py: the same for the gradient norm
 fsdp: bool = False  # fsdp.py: shard parameters, gradients and optimizer state over the ranks
 sanity_check: bool = False  # sanity.py: can the model learn at all? on one micro-batch, then exit
@@ -118,8 +118,8 @@ if print_batch:
 if max_iters is None:
     before = checkpoint["config"] if resuming else config
     if global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
-        fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
-             f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
+        fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another "
+             f"number of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
     max_iters = math.ceil(epochs * len(train_data) / global_batch_size)
 get_lr = build_schedule(config, max_iters)
 
@@ -176,8 +176,8 @@ plot = load_extra("plot", config)
 if plot:
     eval_hooks.append(plot.plot_hook(out_dir))
 
-facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name, data=train_data.fingerprint,
-             stage="chat")
+facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name,
+             data=train_data.fingerprint, stage="chat")
 checkpointer = Checkpointer(out_dir, state, facts, resuming)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 runtime.print0(f"from {describe_model(checkpoint['path'], checkpoint)}")
@@ -185,7 +185,8 @@ checkpoint = None  # frees its memory
 if teacher:
     distillation.attach(loader, (max_iters - iter_num) * global_batch_size, chat_dir)
 if sanity_check:
-    load_extra("sanity", config, "sanity_check").check(orig_model, loader.peek(), optimizer, autocast, False, world_size)
+    sanity = load_extra("sanity", config, "sanity_check")
+    sanity.check(orig_model, loader.peek(), optimizer, autocast, False, world_size)
 
 runtime.print0(f"run: {max_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
                f"{max_iters * global_batch_size / len(train_data):.2f} epochs; {world_size} x {device.type}, {dtype}")
@@ -260,5 +261,5 @@ while True:
         break
 
 checkpointer.finish(iter_num)
-runtime.finish(iter_num, out_dir, not done, f"val loss {val_loss:.4f} (best {checkpointer.facts['best_val_loss']:.4f}); talk to it: "
+runtime.finish(iter_num, out_dir, not done, checkpointer.facts,
                f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True")

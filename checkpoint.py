@@ -39,10 +39,10 @@ def has_checkpoint(out_dir):
 
 def load_checkpoint(path, merge=True):
     """
-    Load any supported checkpoint, on the CPU: a ckpt.pt of ours or nanoGPT's, or the out_dir it is in (where ckpt.pt is
-    damaged, the previous one is used, with a warning); a Hugging Face folder; or one of GPT2_MODELS.
-    Returns a dict with at least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter
-    and path. A LoRA run's adapters are merged into their base, or with merge=False come alone.
+    Load any supported checkpoint, on the CPU: a ckpt.pt of ours or nanoGPT's, or the out_dir it is in (where ckpt.pt
+    is damaged, the previous one is used, with a warning); a Hugging Face folder; or one of GPT2_MODELS. Returns a
+    dict with at least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and
+    path. A LoRA run's adapters are merged into their base, or with merge=False come alone.
     """
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
@@ -71,8 +71,8 @@ def load_checkpoint(path, merge=True):
         if merge and "lora" in checkpoint:
             load_extra("lora", {"init_from": candidate}, "init_from").merge_into_base(checkpoint)
         return checkpoint
-    fail(f"{candidates[0]}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its folder, a "
-         f"Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
+    fail(f"{candidates[0]}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its "
+         f"folder, a Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
 
 
 def load_model(path, device):
@@ -108,8 +108,8 @@ def check_tokenizer(where, tokenizer, checkpoint):
     """Ends the program unless the model in a checkpoint has the tokens that the data, or the student, `where` has."""
     vocab_size = checkpoint["model_args"]["vocab_size"]
     if (tokenizer.name, padded_vocab_size(tokenizer)) != (checkpoint["tokenizer"], vocab_size):
-        fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {checkpoint['tokenizer']} tokens, "
-             f"{vocab_size} ids")
+        fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {checkpoint['tokenizer']} "
+             f"tokens, {vocab_size} ids")
 
 
 # -----------------------------------------------------------------------------
@@ -117,8 +117,9 @@ def check_tokenizer(where, tokenizer, checkpoint):
 
 def start_run(config, overrides, stage):
     """
-    Reads --init_from and completes `config` in place: a resumed run has its checkpoint's settings, but for those overridden
-    now; one that starts from weights has their model's. stage: base | chat. Returns (checkpoint or None, resuming).
+    Reads --init_from and completes `config` in place: a resumed run has its checkpoint's settings, but for those
+    overridden now; one that starts from weights has their model's. stage: base | chat. Returns (checkpoint or None,
+    resuming).
     """
     out_dir, init_from = config["out_dir"], config["init_from"]
     auto = init_from == "auto" or init_from.startswith("auto:")
@@ -131,8 +132,8 @@ def start_run(config, overrides, stage):
     checkpoint = load_checkpoint(source, merge=not resuming)
     if resuming:
         if checkpoint["stage"] != stage:
-            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained it, or "
-                 f"start from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
+            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained "
+                 f"it, or start from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
         if "optimizer" not in checkpoint:
             fail(f"--init_from={init_from}: {out_dir} holds a model without its optimizer; start a new run with "
                  f"--init_from={out_dir} --out_dir=...")
@@ -146,7 +147,8 @@ def start_run(config, overrides, stage):
     if not resuming and overrides.get("max_seq_len") is None:
         config["max_seq_len"] = positions if stage == "base" else min(2048, positions)
     if config["max_seq_len"] > positions:
-        fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most that")
+        fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most "
+             f"that")
     if "masks" in checkpoint and not resuming and not config["sparsity"]:
         print0("WARNING: the pruned weights grow back; --sparsity, as before, keeps them zero")
     return checkpoint, resuming
@@ -165,8 +167,9 @@ def resume_config(config, overrides, checkpoint):
                      f"change it")
             print0(f"changed on resume: {key} {before} -> {overrides[key]}")
     if bool(config["teacher"]) != ("teacher" in checkpoint):
-        fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has {'one' if 'teacher' in checkpoint else 'none'}"
-             f"; to train its weights otherwise start a new run with --init_from={config['out_dir']}/ckpt.pt --out_dir=...")
+        fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has "
+             f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "
+             f"--init_from={config['out_dir']}/ckpt.pt --out_dir=...")
 
 
 # -----------------------------------------------------------------------------
@@ -202,9 +205,9 @@ def load_state(model, optimizer, checkpoint):
 
 def write_checkpoint(out_dir, checkpoint, snapshot_name=None):
     """
-    Writes ckpt.pt; the one before it becomes ckpt_prev.pt. At every moment at least one of the two is whole: the new file is
-    on disk before the old one is renamed. snapshot_name: a second name, which is kept. Returns False, with a warning, if it
-    could not be written; the one before stays.
+    Writes ckpt.pt; the one before it becomes ckpt_prev.pt. At every moment at least one of the two is whole: the new
+    file is on disk before the old one is renamed. snapshot_name: a second name, which is kept. Returns False, with a
+    warning, if it could not be written; the one before stays.
     """
     path, previous, temporary = (Path(out_dir) / name for name in (*CHECKPOINTS, "ckpt.pt.tmp"))
     try:
@@ -248,8 +251,8 @@ def link(path, name):
 
 class Checkpointer:
     """
-    Saves and restores a run. state: a dict from a checkpoint's key to anything with state_dict and load_state_dict, with
-    at least model and optimizer. facts: plain values that every checkpoint holds (model_args, config, ...).
+    Saves and restores a run. state: a dict from a checkpoint's key to anything with state_dict and load_state_dict,
+    with at least model and optimizer. facts: plain values that every checkpoint holds (model_args, config, ...).
     """
 
     def __init__(self, out_dir, state, facts, resuming):
@@ -259,12 +262,12 @@ class Checkpointer:
         self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt
         self.pool, self.pending = ThreadPoolExecutor(1), None
         if self.keep_interval % config["eval_interval"]:
-            fail(f"--keep_interval={self.keep_interval}: expected a multiple of --eval_interval={config['eval_interval']}, "
-                 f"which saves the checkpoints")
+            fail(f"--keep_interval={self.keep_interval}: expected a multiple of "
+                 f"--eval_interval={config['eval_interval']}, which saves the checkpoints")
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
         if found and not resuming and not config["overwrite"]:
-            fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume it with --init_from=resume, replace it with "
-                 f"--overwrite=True, or give another --out_dir")
+            fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume it with --init_from=resume, replace it "
+                 f"with --overwrite=True, or give another --out_dir")
         if (folder / "config.json").exists() and "model_type" in (folder / "config.json").read_text(errors="replace"):
             fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
         if runtime.rank() == 0:
@@ -275,14 +278,14 @@ class Checkpointer:
 
     def save(self, iter_num, again=False):
         """
-        Starts writing a checkpoint, unless this step's is there. It holds the last evaluation's val_loss, of step val_iter:
-        a step is saved before it is evaluated. Call wait before a weight changes.
+        Starts writing a checkpoint, unless this step's is there. It holds the last evaluation's val_loss, of step
+        val_iter: a step is saved before it is evaluated. Call wait before a weight changes.
         """
         if iter_num == self.on_disk[0] and not again:
             return
         weights, optimizer = get_state(self.state["model"], self.state["optimizer"])
-        checkpoint = {**{key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")},
-                      **self.facts, "model": weights, "optimizer": optimizer, "iter_num": iter_num}
+        checkpoint = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
+        checkpoint |= {**self.facts, "model": weights, "optimizer": optimizer, "iter_num": iter_num}
         snapshot = f"ckpt_{iter_num}.pt" if self.keep_interval and iter_num % self.keep_interval == 0 else None
         write = write_checkpoint if runtime.rank() == 0 else lambda *_: False
         self.pending = iter_num, self.facts["val_iter"], self.pool.submit(write, self.out_dir, checkpoint, snapshot)
@@ -325,10 +328,11 @@ class Checkpointer:
     def resume(self, checkpoint, max_iters):
         """Restores all of a run from load_checkpoint(out_dir, merge=False). Returns iter_num."""
         if max_iters < checkpoint["iter_num"]:
-            fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; give more")
+            fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; give "
+                 f"more")
         if checkpoint["data"] != self.facts["data"]:
-            fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data start a new "
-                 f"run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
+            fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data start a "
+                 f"new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
         self.facts |= {key: checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss")}
         return self.restore(checkpoint)
 
@@ -344,7 +348,7 @@ class Checkpointer:
         if unclaimed:
             print0(f"WARNING: nothing here uses {', '.join(sorted(unclaimed))} of {checkpoint['path']}")
         path, previous = (Path(self.out_dir) / name for name in CHECKPOINTS)
-        if checkpoint["path"] == str(previous) and runtime.rank() == 0:  # or the next save would replace it by a corrupt one
+        if checkpoint["path"] == str(previous) and runtime.rank() == 0:  # or it would be replaced by a corrupt one
             if path.exists():
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
             link(previous, path.name)

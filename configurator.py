@@ -10,7 +10,8 @@ A script states its settings as annotated globals, one a line, and calls this on
 
 Config files first, then flags, each in the order given; later wins. The annotation is the check, for files and flags
 alike, and nothing is ever clamped or changed: a value is taken as it is or refused. The settings of optional features
-are the annotated globals of extras/NAME.py; they are read from its source, and the file is imported only if it is used.
+are the annotated globals of extras/NAME.py; they are read from its source, and the file is imported only if it is
+used.
 A config file is Python and is executed: read one before you use it.
 """
 import ast
@@ -40,8 +41,9 @@ EXTRAS = Path(__file__).resolve().parent / "extras"
 
 def fail(message, alone=False):
     """
-    End the program because of a user's mistake: one line on stderr, exit code 2, no traceback. Under torchrun every rank
-    fails alike and only the first of each machine prints, unless this rank may be the only one to fail (`alone`).
+    End the program because of a user's mistake: one line on stderr, exit code 2, no traceback. Under torchrun every
+    rank fails alike and only the first of each machine prints, unless this rank may be the only one to fail
+    (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
@@ -56,7 +58,9 @@ def format_error(error):
 
 @contextmanager
 def one_line_errors(where="", advice="", errors=Exception):
-    """Any exception inside ends the program in one line: where it happened (a file, a flag), what it was, what to do."""
+    """
+    Any exception inside ends the program in one line: where it happened (a file, a flag), what it was, what to do.
+    """
     try:
         yield
     except errors as error:
@@ -67,9 +71,9 @@ def configure(namespace, extras=(), argv=None):
     """
     Check and apply the overrides in `argv` (default: the command line) to the annotated globals of a script.
 
-    namespace: the script's globals(); changed in place. extras: names of files in extras/ whose settings are taken too.
-    Returns (config, overrides): every setting with its value, and only those set by a file or flag.
-    A mistake ends the program with exit code 2 and one line that names the setting and what is accepted.
+    namespace: the script's globals(); changed in place. extras: names of files in extras/ whose settings are taken
+    too. Returns (config, overrides): every setting with its value, and only those set by a file or flag. A mistake
+    ends the program with exit code 2 and one line that names the setting and what is accepted.
     """
     script = namespace["__file__"]
     hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
@@ -99,7 +103,9 @@ def configure(namespace, extras=(), argv=None):
 
 
 def extra_settings(name):
-    """The settings of extras/NAME.py as {setting: (annotation, default)}, without importing it; {} if it was deleted."""
+    """
+    The settings of extras/NAME.py as {setting: (annotation, default)}, without importing it; {} if it was deleted.
+    """
     path = EXTRAS / f"{name}.py"
     if not path.exists():
         return {}
@@ -110,8 +116,9 @@ def extra_settings(name):
 
 def load_extra(name, config, *settings):
     """
-    Import extras/NAME.py and give its settings their values in `config`. Returns the module. Where the file was deleted,
-    the program ends if the feature was asked for, by `settings`; one that is on by default is left out: None.
+    Import extras/NAME.py and give its settings their values in `config`. Returns the module. Where the file was
+    deleted, the program ends if the feature was asked for, by `settings`; one that is on by default is left out:
+    None.
     """
     if not (EXTRAS / f"{name}.py").exists():
         for setting in settings:

@@ -25,9 +25,9 @@ def to_device(array, device):
 
 class TokenDataset:
     """
-    The shards of one split as rows of max_seq_len inputs and their targets. Row i of a shard is tokens [i T, (i + 1) T], so
-    every token but a shard's first is a target once; the last tokens of a shard, fewer than a row, are left out and counted
-    in dropped_tokens.
+    The shards of one split as rows of max_seq_len inputs and their targets. Row i of a shard is tokens [i T, (i + 1)
+    T], so every token but a shard's first is a target once; the last tokens of a shard, fewer than a row, are left
+    out and counted in dropped_tokens.
     """
 
     def __init__(self, data_dir, split, max_seq_len):
@@ -35,14 +35,15 @@ class TokenDataset:
         if not paths:
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
-                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} --data_dir={data_dir}")
+                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
+                 f"--data_dir={data_dir}")
         self.data_dir, self.max_seq_len, self.meta = data_dir, max_seq_len, read_meta(data_dir)
         self.tokenizer = get_tokenizer(self.meta["tokenizer"])
         if self.meta["vocab_size"] != padded_vocab_size(self.tokenizer):
             fail(f"{data_dir}/meta.json: vocab_size {self.meta['vocab_size']} is not that of its tokenizer, "
                  f"{padded_vocab_size(self.tokenizer)} for {self.meta['tokenizer']}")
         self.shards = [read_shard(path) for path in paths]
-        self.ends = np.cumsum([(len(shard) - 1) // max_seq_len for shard in self.shards])  # rows up to each shard's end
+        self.ends = np.cumsum([(len(shard) - 1) // max_seq_len for shard in self.shards])  # rows up to each end
         self.tokens = sum(len(shard) for shard in self.shards)
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
@@ -88,7 +89,9 @@ def epoch_permutation(n, seed, epoch):
 
 
 def sample_indices(rows, n, seed):
-    """Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n: rows_seen is all that a resumed run has to know."""
+    """
+    Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n: rows_seen is all that a resumed run has to know.
+    """
     return np.array([epoch_permutation(n, seed, int(g) // n)[int(g) % n] for g in rows])
 
 
@@ -148,26 +151,25 @@ class BatchLoader:
 
 
 @torch.no_grad()
-def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank=0, world_size=1, progress=None):
+def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank=0, world_size=1, progress=iter):
     """
-    Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the targets'
+    Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the
+    targets'
     text: the same rows at every call, shared among the ranks, with the result of one rank.
 
     model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
-    token_bytes: (V,) from tokenizer.token_bytes. progress(done, total) is called after each batch.
+    token_bytes: (V,) from tokenizer.token_bytes. progress: wraps an iterable, as tqdm does.
     """
     was_training = model.training
     model.eval()
     n_rows, token_bytes = min(len(dataset), eval_iters * batch_size), torch.from_numpy(token_bytes)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in range(0, n_rows, world_size * batch_size):  # as often on each rank: FSDP runs all of them together
+    for first in progress(range(0, n_rows, world_size * batch_size)):  # as often on each rank, for FSDP
         rows = torch.arange(batch_size) + first + rank * batch_size
         batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
         batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)
         targets = batch["targets"][batch["targets"] != IGNORE].cpu()
         totals += torch.tensor([model(**batch).item(), len(targets), token_bytes[targets].sum()], dtype=torch.float64)
-        if progress:
-            progress(first + world_size * batch_size, n_rows)
     model.train(was_training)
     if world_size > 1:
         totals = totals.to(device)

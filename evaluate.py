@@ -355,11 +355,8 @@ if __name__ == "__main__":
     with runtime.autocast(device, dtype), one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
         if data_dir:
             rows = min(len(val_data), eval_iters * batch_size)
-            bar = progress(total=rows, desc="validation")
-            val_loss, val_bpb = validation_loss(
-                model, val_data, batch_size, eval_iters, token_bytes(tokenizer), device, rank, world_size,
-                lambda done, total: bar.update(done - bar.n))
-            bar.close()
+            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, token_bytes(tokenizer), device,
+                                                rank, world_size, partial(progress, desc="validation"))
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
             print0(f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, "
                    f"{val_bpb:.4f} bits per byte, over {rows} of the {len(val_data)} rows of "

@@ -65,8 +65,8 @@ def mla_to_mha(state_dict, config):
     plain = {name: tensor for name, tensor in state_dict.items() if ".attn." not in name}
     for attn in [f"transformer.h.{i}.attn." for i in range(config.n_layer)]:
         down = state_dict[attn + "kv_a_proj_with_mqa.weight"]  # (rank, C)
-        up = state_dict[attn + "kv_b_proj.weight"].view(config.n_head, 2, -1, config.kv_lora_rank)  # (nh, k | v, hd, rank)
-        kv = up.transpose(0, 1).flatten(0, 2) @ down  # (2 C, C)
+        up = state_dict[attn + "kv_b_proj.weight"].view(config.n_head, 2, -1, config.kv_lora_rank)
+        kv = up.transpose(0, 1).flatten(0, 2) @ down  # (2 C, C): the keys of all heads, then the values
         plain[attn + "c_attn.weight"] = torch.cat((state_dict[attn + "q_proj.weight"], kv))
         plain[attn + "c_attn.bias"] = F.pad(state_dict[attn + "q_proj.bias"], (0, len(kv)))
         plain[attn + "c_proj.weight"] = state_dict[attn + "o_proj.weight"]
@@ -84,8 +84,9 @@ HF_FIELDS = {  # model_type -> the names of GPTConfig's fields
     "gpt2": {"max_seq_len": "n_positions", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
              "n_embd": "n_embd", "intermediate_size": "n_inner"},
     "llama": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
-    "deepseek_v3": {**LLAMA_FIELDS, "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", "v_head_dim": "v_head_dim",
-                    "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim"},
+    "deepseek_v3": {**LLAMA_FIELDS, "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
+                    "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
+                    "v_head_dim": "v_head_dim"},
 }
 LLAMA_FIXED = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "tie_word_embeddings": False}
 HF_FIXED = {  # model_type -> values that we require, which are also the defaults, but for rms_norm_eps
@@ -118,8 +119,8 @@ def config_to_hf(config):
 
 def config_from_hf(hf_config):
     """
-    The GPTConfig for a config.json, as a dict. Raises ValueError, naming the field, for what model.py does not have, and
-    KeyError for a field that is missing. Dropout stays 0: it belongs to the training.
+    The GPTConfig for a config.json, as a dict. Raises ValueError, naming the field, for what model.py does not have,
+    and KeyError for a field that is missing. Dropout stays 0: it belongs to the training.
     """
     # transformers has moved the rotary settings from version to version
     hf_config = {"n_inner": None, "num_key_value_heads": None, "rope_theta": 10000.0, **hf_config,
@@ -155,24 +156,25 @@ def config_from_hf(hf_config):
 # -----------------------------------------------------------------------------
 # models trained elsewhere
 
-def convert_checkpoint(state_dict, config, **facts):
+def convert_checkpoint(state_dict, gpt_config, **facts):
     """
-    The dict of load_checkpoint for a model trained elsewhere. Its vocabulary's size tells its tokenizer; ValueError for
-    one that we do not have. gpt2's 50257 ids are padded to 50304 by the mean of the other rows: a row of zeros has the
-    logit 0, far above what GPT-2 gives its likeliest token, and would win the softmax.
+    The dict of load_checkpoint for a model trained elsewhere. Its vocabulary's size tells its tokenizer; ValueError
+    for one that we do not have. gpt2's 50257 ids are padded to 50304 by the mean of the other rows: a row of zeros
+    has the logit 0, far above what GPT-2 gives its likeliest token, and would win the softmax.
     """
-    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(config.vocab_size)
+    vocab_size = gpt_config.vocab_size
+    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(vocab_size)
     if tokenizer is None:
-        raise ValueError(f"its vocabulary has {config.vocab_size} ids; expected 50257 or 50304 (gpt2) or 384 (bytes)")
-    if config.vocab_size == 50257:
-        config.vocab_size = 50304
+        raise ValueError(f"its vocabulary has {vocab_size} ids; expected 50257 or 50304 (gpt2) or 384 (bytes)")
+    if vocab_size == 50257:
+        gpt_config.vocab_size = 50304
         for name in {"transformer.wte.weight", "lm_head.weight"} & state_dict.keys():
             rows = state_dict[name]
             state_dict[name] = torch.cat((rows, rows.mean(0).expand(50304 - len(rows), -1)))
-    if config.arch == "gpt2":
+    if gpt_config.arch == "gpt2":
         state_dict["lm_head.weight"] = state_dict["transformer.wte.weight"]
-    return {"model": state_dict, "model_args": asdict(config), "config": {}, "tokenizer": tokenizer, "stage": "base",
-            "iter_num": 0, "val_loss": math.nan, "val_iter": 0, **facts}
+    return {"model": state_dict, "model_args": asdict(gpt_config), "config": {}, "tokenizer": tokenizer,
+            "stage": "base", "iter_num": 0, "val_loss": math.nan, "val_iter": 0, **facts}
 
 
 def convert_nanogpt(checkpoint):
@@ -192,26 +194,28 @@ def convert_nanogpt(checkpoint):
 
 def load_hf(path):
     """
-    The dict of load_checkpoint for a Hugging Face folder (config.json; safetensors or pytorch_model.bin, in one file or
-    several; run.json if export_hf.py wrote it), or for one of GPT2_MODELS, from the hub. Ends the program in one line if
-    path is neither.
+    The dict of load_checkpoint for a Hugging Face folder (config.json; safetensors or pytorch_model.bin, in one file
+    or several; run.json if export_hf.py wrote it), or for one of GPT2_MODELS, from the hub. Ends the program in one
+    line if path is neither.
     """
-    from huggingface_hub import load_state_dict_from_file, snapshot_download  # datasets brings it
     folder = Path(path)
     if str(path) in GPT2_MODELS and not folder.exists():
+        from huggingface_hub import snapshot_download  # datasets brings it
         with one_line_errors(f"{path}: cannot be fetched from the Hugging Face hub",
-                             "without a network give the path of a folder with its config.json and model.safetensors"):
+                             "without a network give the path of a folder with config.json and model.safetensors"):
             folder = Path(snapshot_download(f"openai-community/{path}",
                                             allow_patterns=["config.json", "model.safetensors"]))
-    with one_line_errors(f"{path}: not a readable checkpoint", f"expected a ckpt.pt of ours or nanoGPT's, its folder, a "
-                         f"Hugging Face folder, or one of {', '.join(GPT2_MODELS)}"):
+    expected = "expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or one of "
+    with one_line_errors(f"{path}: not a readable checkpoint", expected + ", ".join(GPT2_MODELS)):
         config = config_from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         files = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
         if not files:
             raise ValueError("it has a config.json, but neither model.safetensors nor pytorch_model.bin")
+        with one_line_errors("", "pip install safetensors", ImportError):
+            from safetensors.torch import load_file
         weights = {}
         for file in files:
-            weights |= (load_state_dict_from_file(file) if file.suffix == ".safetensors" else
+            weights |= (load_file(file) if file.suffix == ".safetensors" else
                         torch.load(file, map_location="cpu", weights_only=True))
         # causal masks and rotary angles are constants; the files of OpenAI's models lack the prefix
         prefix = "transformer." if config.arch == "gpt2" else ""
@@ -246,8 +250,8 @@ def last_merge(token, ranks):
 
 def tokenizer_to_hf(tokenizer):
     """
-    tokenizer.json, as a dict, for a tiktoken.Encoding: gpt2, or bytes, which has no merges and does not split text into
-    words. tiktoken has the ranks of whole tokens; Hugging Face's tokenizers wants the merges, which follow from them.
+    tokenizer.json, as a dict, for a tiktoken.Encoding: gpt2, or bytes, which has no merges and does not split text
+    into words. tiktoken has the ranks of whole tokens; Hugging Face's tokenizers wants merges, which follow from them.
     """
     # the character that stands for each byte: itself if printable, else the next one from 256 on (GPT-2's encoder.py)
     printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
@@ -300,8 +304,9 @@ pipeline_tag: text-generation
 ---
 # {name}
 
-A {loaded["stage"]} model, {config_to_hf(config)["architectures"][0]}: {n_params:,} parameters, {config.n_layer} layers, \
-{config.n_head} heads, {config.n_embd} wide, {config.max_seq_len:,} positions, {config.vocab_size:,} ids ({loaded["tokenizer"]}).
+A {loaded["stage"]} model, {config_to_hf(config)["architectures"][0]}: {n_params:,} parameters,
+{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, {config.max_seq_len:,} positions,
+a vocabulary of {config.vocab_size:,} ({loaded["tokenizer"]}).
 {training} {note}
 
 ```python
@@ -310,8 +315,8 @@ tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM
 {USAGE[loaded["stage"]]}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-Text that spells a special token, like `<|end|>`, becomes that token here, in a chat template as in any prompt: remove it
-from what strangers write. A base model has not learned the chat tokens, so it has no chat template.
+Text that spells a special token, like `<|end|>`, becomes that token here, in a chat template as in any prompt: remove
+it from what strangers write. A base model has not learned the chat tokens, so it has no chat template.
 
 Settings of the training:
 
@@ -322,7 +327,7 @@ Settings of the training:
 
 
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
-    """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir; see the settings."""
+    """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir."""
     from huggingface_hub import save_torch_state_dict
     folder = Path(out_dir)
     if folder.exists() and any(folder.iterdir()):
@@ -347,8 +352,9 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     hf_config = {**config_to_hf(config), **ends, "dtype": dtype, "torch_dtype": dtype}  # torch_dtype: before 4.56
     note = ""
     if config.arch == "gpt2" and config.attention == "mla":
-        note = (f"Its latent attention caches {config.kv_lora_rank} numbers per token and layer. Here keys and values are "
-                f"multiplied out: a plain GPT-2, which caches {2 * config.n_embd}, so the small cache is lost.")
+        note = (f"Its latent attention caches {config.kv_lora_rank} numbers per token and layer; here keys and "
+                f"values are multiplied out into a plain GPT-2, which caches {2 * config.n_embd}: the small cache is "
+                f"lost.")
 
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -361,11 +367,12 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,
             "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
             "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None})
-        write_json(folder / "generation_config.json", {**ends, "suppress_tokens": [*range(n_vocab, config.vocab_size)]})
+        suppress_tokens = [*range(n_vocab, config.vocab_size)]
+        write_json(folder / "generation_config.json", {**ends, "suppress_tokens": suppress_tokens})
         card = model_card(folder.resolve().name, loaded, config, n_params, note)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_json(folder / "config.json", hf_config)
-    print(f"{out_dir}: {hf_config['architectures'][0]}, {n_params / 1e6:.1f}M parameters, {dtype}", note, sep="\n")
+    print(f"{out_dir}: {hf_config['architectures'][0]}, {n_params / 1e6:.1f}M parameters, {dtype}. {note}")
 
 
 if __name__ == "__main__":

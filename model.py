@@ -6,8 +6,8 @@ GPT-2 and Llama-style transformers in one file.
     llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head.
            Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM.
 
-Either with multi-head (mha) or multi-head latent attention (mla); llama with mla equals DeepseekV3ForCausalLM, all layers
-dense.
+Either with multi-head (mha) or multi-head latent attention (mla); llama with mla equals DeepseekV3ForCausalLM, all
+layers dense.
 
 Shape letters in this file:
     B batch, T positions in this call, S positions in the cache, C = n_embd, V = vocab_size
@@ -44,7 +44,7 @@ class GPTConfig:
     kv_lora_rank: Optional[int] = None  # mla: latent width for keys and values; None: 128, at most C / 2
     q_lora_rank: Optional[int] = None  # mla, llama: latent width for queries; None: queries straight from x
     qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query without position; None: hd - the rope's
-    qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part, its key shared by heads; None: hd / 2
+    qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: hd / 2
     v_head_dim: Optional[int] = None  # mla: width of a head's value; None: hd
     dropout: float = 0.0
 
@@ -57,8 +57,8 @@ class GPTConfig:
             # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
             self.intermediate_size = 4 * self.n_embd if self.arch == "gpt2" else 64 * math.ceil(self.n_embd / 24)
         if self.attention == "mla":
-            # A head's query and key, nope + rope, are as wide as its value. If they differed, SDPA's flash kernels would
-            # decline: CUDA would take its memory-efficient one, a CPU the plain one with all T x T weights.
+            # A head's query and key, nope + rope, are as wide as its value. If they differed, SDPA's flash kernels
+            # would decline: CUDA would take its memory-efficient one, a CPU the plain one with all T x T weights.
             if self.kv_lora_rank is None:
                 self.kv_lora_rank = min(128, self.n_embd // 2)
             if self.qk_rope_head_dim is None:
@@ -89,7 +89,7 @@ def validate_config(c):
     expect("qk_norm", not c.qk_norm or not gpt2 and not mla, "only with arch=llama attention=mha")
     expect("n_kv_head", c.n_kv_head in (None, c.n_head) or not gpt2 and not mla and c.n_head % c.n_kv_head == 0,
            f"expected n_head={c.n_head}, or with arch=llama attention=mha a divisor of it")
-    expect("n_head", gpt2 or mla or hd % 2 == 0, f"rotary positions turn pairs: expected an even n_embd / n_head, got {hd}")
+    expect("n_head", gpt2 or mla or hd % 2 == 0, f"rotary positions need an even n_embd / n_head, got {hd}")
     for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
         expect(name, mla or getattr(c, name) is None, "only with attention=mla")
     for name in ("kv_lora_rank", "q_lora_rank"):
@@ -108,11 +108,12 @@ def validate_config(c):
 
 def attend(q, k, v, mask, dropout):
     """
-    Softmax attention. q (B, T, nh, hd), k and v (B, S, nkv, hd) -> (B, T, nh * hd); v may have another width than q and k.
+    Softmax attention. q (B, T, nh, hd), k and v (B, S, nkv, hd) -> (B, T, nh * hd); v may have another width than q
+    and k.
     mask: (B, 1, T, S) bool, True where a query may look; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
-    if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there at one query
+    if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)
         return decode_attention(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
@@ -122,8 +123,10 @@ def attend(q, k, v, mask, dropout):
 
 def decode_attention(q, k, v, mask, scale):
     """
-    Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) -> (B, nkv, G, vd), where G
-    queries share their keys: nh / nkv heads at one position, or all heads at several. mask: bool, broadcasts to (B, nkv, G, S).
+    Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) -> (B, nkv, G, vd),
+    where G
+    queries share their keys: nh / nkv heads at one position, or all heads at several. mask: bool, broadcasts to (B,
+    nkv, G, S).
     """
     fuse = torch.compiler.is_compiling() and q.device.type == "cpu"  # into sums that read k and v in place
     scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1) if fuse else (q @ k.transpose(2, 3)).float()
@@ -133,8 +136,8 @@ def decode_attention(q, k, v, mask, scale):
 
 def write_cache(cache, positions, *new):
     """
-    Writes each of `new` (B, T, heads, hd) into its cache tensor (B, heads, S, hd) at `positions` (B, T). A head's keys are
-    contiguous there, which a CPU reads several times faster. Returns the whole cache as (B, S, heads, hd).
+    Writes each of `new` (B, T, heads, hd) into its cache tensor (B, heads, S, hd) at `positions` (B, T). A head's
+    keys are contiguous there, which a CPU reads several times faster. Returns the whole cache as (B, S, heads, hd).
     """
     row = torch.arange(positions.size(0), device=positions.device)[:, None]
     for old, values in zip(cache, new):
@@ -203,8 +206,8 @@ def apply_rotary_emb(x, rope):
 
 class MLA(nn.Module):
     """
-    Multi-head latent attention (DeepSeek-V2, section 2.1, and its names). The keys and values of all heads are made from
-    one latent of kv_lora_rank numbers per token, c = kv_a(x): for each head k_nope = W_k c and v = W_v c.
+    Multi-head latent attention (DeepSeek-V2, section 2.1, and its names). The keys and values of all heads are made
+    from one latent of kv_lora_rank numbers per token, c = kv_a(x): for each head k_nope = W_k c and v = W_v c.
     llama: RMSNorm on the latent; and since W_k cannot be absorbed (below) through a rotation, positions have a part of
     their own: qk_rope_head_dim more numbers in each query, and one such key per token, shared by the heads.
     gpt2: x carries the positions already, so there is no such part, and no norm. Only queries and output keep GPT-2's
@@ -213,9 +216,9 @@ class MLA(nn.Module):
 
     Training expands k and v and is ordinary attention. Decoding caches c and the rotated key alone and *absorbs* the
     up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is mapped into latent space once and meets the
-    cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s), sums latents first and is projected up
-    once. What remains is attention with one key, [c, k_pe], for all heads, whose value is c itself.
-    "Per-head queries in latent space and per-head value up-projections", as MLA is also described, is this absorbed
+    cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s), sums latents first and is projected
+    up once. What remains is attention with one key, [c, k_pe], for all heads, whose value is c itself. "Per-head
+    queries in latent space and per-head value up-projections", as MLA is also described, is this absorbed
     form: the same function of the same weights.
     """
 
@@ -333,11 +336,11 @@ class Block(nn.Module):
 
 class LinearCrossEntropy(torch.autograd.Function):
     """
-    The summed cross entropy of x @ weight.T against targets, LOSS_CHUNK rows at a time: the full (N, V) logits, most of a
-    small model's memory, never exist. The gradient of softmax cross entropy, softmax(logits) - onehot(target), needs the
-    logits and nothing from later layers, so it is computed here in forward instead of recomputing them in backward. It is
-    that of the *sum*: dividing by the number of targets here would underflow in float16; backward scales it by whatever
-    the caller divided by.
+    The summed cross entropy of x @ weight.T against targets, LOSS_CHUNK rows at a time: the full (N, V) logits, most
+    of a small model's memory, never exist. The gradient of softmax cross entropy, softmax(logits) - onehot(target),
+    needs the logits and nothing from later layers, so it is computed here in forward instead of recomputing them in
+    backward. It is that of the *sum*: dividing by the number of targets here would underflow in float16; backward
+    scales it by whatever the caller divided by.
     """
 
     @staticmethod
@@ -365,14 +368,16 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         dx, dweight = ctx.saved_tensors
-        return (dx * grad_loss).to(dx.dtype), None if dweight is None else (dweight * grad_loss).to(dweight.dtype), None
+        if dweight is not None:
+            dweight = (dweight * grad_loss).to(dweight.dtype)
+        return (dx * grad_loss).to(dx.dtype), dweight, None
 
 
 def linear_cross_entropy(x, weight, targets):
     """
     Sum of the cross entropies, in nats, of x @ weight.T against targets, over targets that are not IGNORE.
-    x (N, C), weight (V, C), targets (N,) int64 -> scalar float32. Under autocast the matmuls are in its dtype; logits, loss
-    and the sum of the weight's gradient are float32.
+    x (N, C), weight (V, C), targets (N,) int64 -> scalar float32. Under autocast the matmuls are in its dtype;
+    logits, loss and the sum of the weight's gradient are float32.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -412,8 +417,9 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """
-        gpt2: N(0, 0.02), the projections into the residual stream divided by sqrt(2 * n_layer) so that its variance does
-        not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as in OpenAI's code.
+        gpt2: N(0, 0.02), the projections into the residual stream divided by sqrt(2 * n_layer) so that its variance
+        does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as in OpenAI's
+        code.
         llama: the papers do not say; the same 0.02 (transformers' initializer_range) and the same scaled projections.
         embed_norm: the embedding is N(0, 1); its scale does not change the output, only how fast it turns at a given
         learning rate.
@@ -435,8 +441,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """
         idx: (B, T) int64 token ids, T <= max_seq_len.
-        targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the caller
-        divides by the targets of its whole step, however many calls and ranks that takes. No targets -> logits (B, T, V).
+        targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the
+        caller divides by the targets of its whole step, however many calls and ranks that takes. No targets -> logits
+        (B, T, V).
         positions, mask, cache: see hidden_states. loss_inputs: what else loss_fn takes in training.
         """
         x = self.hidden_states(idx, positions, mask, cache)
@@ -450,8 +457,8 @@ class GPT(nn.Module):
         idx (B, T) int64 -> (B, T, C), which lm_head turns into logits.
         positions: (B, T) int64; None: 0 .. T - 1.
         mask: (B, 1, T, T) bool, True where a query (third) may look at a key (fourth); None: causal.
-        cache: from new_cache; keys and values are written there at `positions`, and each query sees what the cache holds
-        at or before its own position. Needs positions and no mask.
+        cache: from new_cache; keys and values are written there at `positions`, and each query sees what the cache
+        holds at or before its own position. Needs positions and no mask.
         """
         T = idx.size(1)
         if T > self.config.max_seq_len:
@@ -486,10 +493,14 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """
         FLOPs to train on one token of a row of T: 6 per weight, 4 if it is frozen, and 12 n_layer T C for attention
-        (Chowdhery et al. 2022, appendix B). Embedding tables are looked up and cost none; a tied one counts as the head.
+        (Chowdhery et al. 2022, appendix B). Embedding tables are looked up and cost none; a tied one counts as the
+        head.
         """
         c, hd = self.config, self.config.n_embd // self.config.n_head
         tables = ("transformer.wpe.weight",) + ("transformer.wte.weight",) * (c.arch == "llama")
-        matmuls = sum((6 if p.requires_grad else 4) * p.numel() for name, p in self.named_parameters() if name not in tables)
-        widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim if c.attention == "mla" else 2 * hd  # q . k and p . v
+        matmuls = sum((6 if p.requires_grad else 4) * p.numel() for name, p in self.named_parameters()
+                      if name not in tables)
+        widths = 2 * hd  # of q . k and of p . v
+        if c.attention == "mla":
+            widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
         return matmuls + 6 * c.n_layer * T * c.n_head * widths

@@ -8,7 +8,8 @@ newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no p
 
 class MuonAdamW(torch.optim.Optimizer):
     """
-    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes the update of each matrix, for one
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes the update of each matrix, for
+    one
     group, and AdamW for the others: torch's own two, as one optimizer.
 
     The ranks share out the matrices: each updates its own and broadcasts them. Momenta stay where they are used until
@@ -32,7 +33,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def compile(self, backend):
-        """Compiles Newton-Schulz for all shapes there are. Not all of step, which would recompile at each learning rate."""
+        """
+        Compiles Newton-Schulz for all shapes there are. Not all of step, which would recompile at each learning rate.
+        """
         if self.sharded:
             return
         _muon._zeropower_via_newtonschulz = torch.compile(newton_schulz, dynamic=False, backend=backend)
@@ -62,13 +65,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def newton_schulz_sharded(update, *args):
-    """A sharded matrix (DTensor), gathered and orthogonalized on each rank: sharing it out would send more than it saves."""
+    """
+    A sharded matrix (DTensor), gathered and orthogonalized on each rank: sharing it out would send more than it
+    saves.
+    """
     from torch.distributed.tensor import distribute_tensor
     full = newton_schulz(update.full_tensor(), *args)
     return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)
 
 
 def newton_schulz_cost(p):
-    """Multiplications of one step for a matrix (m, n), m <= n: m^2 n for X X^T, m^3 for its square, m^2 n for the update."""
+    """
+    Multiplications of one step for a matrix (m, n), m <= n: m^2 n for X X^T, m^3 for its square, m^2 n for the
+    update.
+    """
     m, n = sorted(p.shape)
     return m * m * (2 * n + m)

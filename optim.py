@@ -7,7 +7,9 @@ from configurator import fail
 
 
 def param_group_of(name, p):
-    """The group of a model's parameter: matrices (the hidden ones), embeddings, head (if untied), vectors or loss_fn."""
+    """
+    The group of a model's parameter: matrices (the hidden ones), embeddings, head (if untied), vectors or loss_fn.
+    """
     if name.startswith("loss_fn."):
         return "loss_fn"
     return "vectors" if p.dim() < 2 else "matrices" if ".h." in name else "head" if "lm_head" in name else "embeddings"
@@ -15,13 +17,14 @@ def param_group_of(name, p):
 
 def configure_optimizer(model, config):
     """
-    The optimizer of a model's trainable parameters, in groups: hidden matrices, embeddings (and a head tied to them), an
-    untied head, vectors (biases and the weights of norms), and what a loss function learns. The last two do not decay.
+    The optimizer of a model's trainable parameters, in groups: hidden matrices, embeddings (and a head tied to them),
+    an untied head, vectors (biases and the weights of norms), and what a loss function learns. The last two do not
+    decay.
 
-    config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused where torch can; muon: Muon for the hidden matrices, AdamW
-    for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
-    learning_rate is the peak of each group without a rate of its own: muon_lr, embedding_lr, head_lr, vector_lr. A group's
-    "lr_scale" is its rate over learning_rate; one schedule moves them all, see set_lr.
+    config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused where torch can; muon: Muon for the hidden matrices,
+    AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
+    learning_rate is the peak of each group without a rate of its own: muon_lr, embedding_lr, head_lr, vector_lr. A
+    group's "lr_scale" is its rate over learning_rate; one schedule moves them all, see set_lr.
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
     rates = {"matrices": config["muon_lr"] if muon else None, "embeddings": config["embedding_lr"],
@@ -45,7 +48,8 @@ def configure_optimizer(model, config):
 
 def set_lr(optimizer, lr, iter_num):
     """
-    Sets each group's learning rate, lr times its scale, and Muon's momentum, which rises from 0.85 to 0.95 over the first
+    Sets each group's learning rate, lr times its scale, and Muon's momentum, which rises from 0.85 to 0.95 over the
+    first
     100 steps: early gradients are soon out of date.
     """
     for group in optimizer.param_groups:
@@ -71,7 +75,7 @@ def build_schedule(config, max_iters):
         fail("--wsd_decay_frac=0.0: expected a number above 0, to 1")
     before_decay = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)
     if warmup_iters > before_decay:
-        fail(f"--warmup_iters={warmup_iters}: longer than the {before_decay} steps before the decay ends (or, with wsd, "
+        fail(f"--warmup_iters={warmup_iters}: longer than the {before_decay} steps before the decay ends (with wsd: "
              f"begins); see --max_iters, --lr_decay_iters and --wsd_decay_frac")
     if schedule != "constant" and min_lr > learning_rate:
         fail(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")

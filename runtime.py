@@ -62,11 +62,13 @@ def init_process(device):
     if "RANK" in os.environ:
         store = None
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store (torch
-            # 2.13, gloo), so each start has its own prefix. With several machines no number tells one start from another.
+            # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
+            # (torch 2.13, gloo), so each start has its own prefix. With several machines no number tells one start
+            # from another.
             prefix = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
             store = dist.PrefixStore(prefix, next(dist.rendezvous("env://"))[0])
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, store=store, **({"rank": rank(), "world_size": world_size} if store else {}))
+        options = {"rank": rank(), "world_size": world_size} if store else {}
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, store=store, **options)
     return rank(), world_size, device
 
 
@@ -109,14 +111,17 @@ def step_seed(seed, step, rank):
 
 
 # dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets; without sparsity
-PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-              "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12,
-              "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
-              "MI250X": 191.5e12}  # MI250X: is two devices
+PEAK_FLOPS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12,
+    "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
+    "MI250X": 191.5e12}  # MI250X: is two devices
 
 
 def peak_flops(device, dtype):
-    """FLOP/s of one device, for MFU: its data sheet's if PEAK_FLOPS has it, or else those of a matmul measured here."""
+    """
+    FLOP/s of one device, for MFU: its data sheet's if PEAK_FLOPS has it, or else those of a matmul measured here.
+    """
     if device.type == "cuda" and dtype != "float32":
         found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (Ti|D|Laptop)\b)", torch.cuda.get_device_name(device))
         if found:
@@ -151,8 +156,8 @@ interrupt_message = ""  # printed on Ctrl-C: what is saved, and how to resume
 def catch_signals():
     """
     From here on SIGTERM, SIGINT and SIGUSR1 (Slurm's, with --signal=USR1@60) ask the loop to stop after its step.
-    Schedulers and torchrun both forward them to every worker, so repeats within 5 seconds count as one; a later one ends
-    the program at once.
+    Schedulers and torchrun both forward them to every worker, so repeats within 5 seconds count as one; a later one
+    ends the program at once.
     """
     first_request = 0.0
 
@@ -184,11 +189,11 @@ def excepthook(kind, error, tb):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
-        fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the same "
-             f"factor: the same model)", alone=True)
+        fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the "
+             f"same factor: the same model)", alone=True)
     elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
-        print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them again "
-              f"with --init_from=auto", file=sys.stderr)
+        print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them "
+              f"again with --init_from=auto", file=sys.stderr)
     elif issubclass(kind, OSError):  # the disk
         fail(f"{kind.__name__}: {error}", alone=True)
     else:
@@ -221,17 +226,20 @@ def wrap_ddp(model, device):
     """The model in DistributedDataParallel, under torchrun."""
     if not dist.is_initialized():
         return model
-    # the model's buffers are constants, or summed when they are logged; this argument has another name since torch 2.13
-    sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in signature(DDP).parameters else "broadcast_buffers"
+    # the model's buffers are constants, or summed when they are logged; this argument has another name since torch
+    # 2.13
+    names = "forward_sync_buffers", "broadcast_buffers"
+    sync_buffers = next(name for name in names if name in signature(DDP).parameters)
     return DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
                **{sync_buffers: False})
 
 
 def warm_up(model, compiled, optimizer, batch, autocast, options):
     """
-    Compiles the graphs of training and evaluation: one that is compiled later is a recompile. DDP, too, settles the layout
-    of its gradients after a first backward: it is the order in which three ranks or more sum them, so a resumed run needs
-    it as well. Returns seconds.
+    Compiles the graphs of training and evaluation: one that is compiled later is a recompile. DDP, too, settles the
+    layout
+    of its gradients after a first backward: it is the order in which three ranks or more sum them, so a resumed run
+    needs it as well. Returns seconds.
     """
     if not options and not dist.is_initialized():
         return None
@@ -293,9 +301,10 @@ FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl"
 
 class Logger:
     """
-    log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints what FORMATS has, and calls the trackers.
-    log.step(...) adds up a step's numbers; log.train(...) logs those since its last call, with `metrics`: functions that
-    return a dict, called on all ranks. Rank 0 writes. Create it after the warm-up: a graph compiled later is a recompile.
+    log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints what FORMATS has, and calls the
+    trackers. log.step(...) adds up a step's numbers; log.train(...) logs those since its last call, with `metrics`:
+    functions that return a dict, called on all ranks. Rank 0 writes. Create it after the warm-up: a graph compiled
+    later is a recompile.
     """
 
     def __init__(self, out_dir, config, max_iters, loader, model, device, dtype, metrics, resumed_at):
@@ -318,15 +327,15 @@ class Logger:
         self.sums.update(sums, steps=1)
         if graphs_compiled() > self.graphs + self.recompiles:
             self.recompiles = graphs_compiled() - self.graphs
-            print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far (TORCH_LOGS=recompiles "
-                  f"says why)")
+            print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far; TORCH_LOGS=recompiles "
+                  f"says why")
 
     def skip(self, iter_num, loss_sum):
         """Counts a step that is not finite, and says so; float16's loss scale finds its range that way."""
         self.skipped += 1
         if self.dtype != "float16" or not math.isfinite(loss_sum):
-            print0(f"WARNING: step {iter_num}: its {'norm' if math.isfinite(loss_sum) else 'loss'} is not finite: it is "
-                   f"skipped, {self.skipped} so far")
+            print0(f"WARNING: step {iter_num}: its {'norm' if math.isfinite(loss_sum) else 'loss'} is not finite: it "
+                   f"is skipped, {self.skipped} so far")
 
     def train(self, iter_num, **values):
         """Logs the steps since the last call: their mean loss, tokens/s, ..."""
@@ -338,9 +347,10 @@ class Logger:
         self(iter_num, train_loss=sums["loss_sum"] / max(sums["targets"], 1), ms=1000 * seconds / sums["steps"],
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / tokens,
              mfu=self.flops_per_token * tokens / seconds / self.peak_flops,
-             eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], peak_mem_mb=peak_memory_mb(self.device),
-             wait=wait_seconds / seconds, epoch=self.loader.rows_seen / len(self.loader.dataset),
-             targets=sums["targets"], clipped=sums["clipped"], skipped=self.skipped, recompiles=self.recompiles, **values)
+             eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], wait=wait_seconds / seconds,
+             epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.device),
+             targets=sums["targets"], clipped=sums["clipped"], skipped=self.skipped, recompiles=self.recompiles,
+             **values)
 
     def __call__(self, iter_num, **values):
         if rank() > 0 or not values:
@@ -364,18 +374,21 @@ class Logger:
             tracker(values)
 
 
-def finish(iter_num, out_dir, stopped, result):
-    """The last lines of a run."""
+def finish(iter_num, out_dir, stopped, facts, command):
+    """The last lines of a run; command: what to try next."""
     if stopped:
         print0(f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
     else:
-        print0(f"done after {iter_num} steps: {result}\ncheckpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl")
+        print0(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f})\n"
+               f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: {command}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def report_settings(config, overrides):
-    """Prints what differs from the defaults, and warns of what nothing reads in this run: it may be part of a recipe."""
+    """
+    Prints what differs from the defaults, and warns of what nothing reads in this run: it may be part of a recipe.
+    """
     print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     for needs, met, names in (
             ("--optimizer=muon", config["optimizer"] == "muon", "muon_lr"),

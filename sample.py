@@ -9,6 +9,7 @@ Completes a prompt with a trained model, or chats with a chat model in the termi
 import codecs
 import copy
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
@@ -24,15 +25,15 @@ from tokenizer import END_OF_TEXT, chat_tokens, decode_chat, encode, get_tokeniz
 def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(), seed=None,
              n_vocab=None, compiled=None):
     """
-    Continues a batch of prompts with a KV cache; yields, for each new position, a list of B ids, None for rows that have
-    stopped. Raises ValueError if a prompt is empty or the logits are not finite.
+    Continues a batch of prompts with a KV cache; yields, for each new position, a list of B ids, None for rows that
+    have stopped. Raises ValueError if a prompt is empty or the logits are not finite.
 
     prompts: B lists of ids, of any lengths. No row's logits depend on the others.
-    temperature 0 is greedy. top_k (0: off), top_p (Holtzman et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0: off)
-    are applied in this order, as in transformers. A row ends after one of stop_ids, which is yielded. n_vocab: ids from
-    here on, the padding of the vocabulary, are never sampled. compiled: from compile_step, for B rows; it decodes, and
-    the prompts are read uncompiled.
-    A row that outgrows max_seq_len keeps its last max_seq_len + 1 - (tokens still wanted) ids, but at least half of
+    temperature: 0 is greedy. top_k (0: off), top_p (Holtzman et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0:
+    off) are applied in this order, as in transformers.
+    stop_ids: a row ends after one of them, which is yielded. n_vocab: ids from here on, which pad the vocabulary, are
+    never sampled. compiled: from compile_step, for B rows; it decodes, and the prompts are read uncompiled.
+    A row that outgrows max_seq_len keeps its last max_seq_len + 1 - (ids still wanted) ids, but at least half of
     max_seq_len: all positions change, so the cache is filled anew.
     """
     device, max_len = model.lm_head.weight.device, model.config.max_seq_len
@@ -62,7 +63,7 @@ def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0
                 idx = torch.tensor([row[-1:] for row in rows], device=device)
                 logits = step(idx, positions=last[:, None], cache=cache)[:, -1]
             if not logits.isfinite().all():
-                raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")
+                raise ValueError("the model's logits are not finite: its weights are broken or too large for --dtype")
             new = sample_logits(logits.float(), temperature, top_k, top_p, min_p, generator, n_vocab).tolist()
             yield [token if on else None for token, on in zip(new, running)]
             running = [on and token not in stop_ids for token, on in zip(new, running)]
@@ -101,10 +102,10 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, genera
 @torch.no_grad()
 def compile_step(model, batch):
     """
-    Compiles the decoding of one token for each of `batch` rows -> (step, cache), for generate's `compiled`. One shape and
-    one graph: the cache has all max_seq_len positions and is reused. Call it under the autocast that generate will run
-    under: the matrices are converted to its dtype for good, and the model is for decoding only. (In eager mode autocast
-    casts them once and caches the result; in a compiled step it would cast all of them for each token.)
+    Compiles the decoding of one id for each of `batch` rows -> (step, cache), for generate's `compiled`. One shape,
+    one graph: the cache has all max_seq_len positions and is reused. Call it under the autocast that generate will
+    run under: the matrices are converted to its dtype for good, and the model is for decoding only. (In eager mode
+    autocast casts them once and caches the result; in a compiled step it would cast all of them for each id.)
     """
     dtype, device = cache_dtype(model), model.lm_head.weight.device
     model.eval()
@@ -120,7 +121,8 @@ def compile_step(model, batch):
 
     def step(idx, positions, cache):
         # For one row PyTorch's own bfloat16 matrix-vector product reads twice the bytes per second that oneDNN's does
-        # (torch 2.13, avx512). For more rows it is many times slower, and would be in decode_attention, hence its fusing.
+        # (torch 2.13, avx512). For more rows it is many times slower; so it would be in decode_attention, which fuses
+        # its products instead.
         with torch.backends.mkldnn.flags(enabled=batch > 1, allow_tf32=None):
             return compiled(idx, positions=positions, cache=cache)
 
@@ -131,13 +133,13 @@ def compile_step(model, batch):
 
 
 def vocabulary(tokenizer, chat):
-    """generate's stop_ids and n_vocab: the chat tokens end a text of a chat model, and a base model has not learned them."""
+    """generate's stop_ids and n_vocab. The chat tokens end a chat model's text; a base model has not learned them."""
     special = chat_tokens(tokenizer).values() if chat else []
     return {"stop_ids": [tokenizer.eot_token, *special], "n_vocab": tokenizer.n_vocab + len(special)}
 
 
 def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=False):
-    """A training loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids."""
+    """A loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids."""
     def hook(iter_num, done):
         if runtime.eval_share(model)[0] > 0 or iter_num == 0 and not chat:
             return {}
@@ -170,8 +172,10 @@ if __name__ == "__main__":
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
     compile: bool = False  # compile the decoding step: takes seconds, then about twice the tokens/s
     config, overrides = configure(globals())
-    if chat and num_samples > 1 or system and not chat:
-        fail("--chat=True answers once, so it has no --num_samples; and --system needs --chat=True")
+    if system and not chat:
+        fail(f"--system={system}: needs --chat=True")
+    if chat and num_samples > 1:
+        fail(f"--num_samples={num_samples}: --chat=True answers once")
     text = prompt
     if prompt.startswith("FILE:"):
         with one_line_errors(f"--prompt={prompt}"):
@@ -183,9 +187,9 @@ if __name__ == "__main__":
     print(describe_model(checkpoint, loaded))
     tokenizer, max_len, compiled = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len, None
     limits = vocabulary(tokenizer, chat)
-    if runtime.compile_options({**config, "compile_mode": None, "compile_backend": "inductor"}, device):
+    if compile:
         print("compiling the decoding step ...", flush=True)
-        with autocast:
+        with autocast, one_line_errors("--compile=True: torch.compile cannot work here"):
             compiled = compile_step(model, 1)
 
     def write(beginning, ids, i):
@@ -197,8 +201,8 @@ if __name__ == "__main__":
         text = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for token, in generate(model, [ids], max_new_tokens, temperature, top_k, top_p, min_p, compiled=compiled,
-                                       seed=None if seed is None else seed + i, **limits):
+                for token, in generate(model, [ids], max_new_tokens, temperature, top_k, top_p, min_p,
+                                       seed=None if seed is None else seed + i, compiled=compiled, **limits):
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                         print(sanitize(piece), end="", flush=True)
@@ -220,30 +224,34 @@ if __name__ == "__main__":
         raise SystemExit(0)
 
     # chat
-    def read_message():
+    def read_messages():
+        """The user's messages: --prompt, or else what is typed in the terminal."""
+        if text.strip():
+            yield text
+            return
         try:
-            return input("\nyou: ").strip()
-        except (EOFError, KeyboardInterrupt):
-            return "/quit"
+            import readline  # noqa: F401 where it exists, arrow keys work in input()
+        except ImportError:
+            pass
+        print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
+        with suppress(EOFError, KeyboardInterrupt):
+            while (message := input("\nyou: ").strip()) != "/quit":
+                yield message
 
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
-    questions = [text] if text.strip() else iter(read_message, "/quit")
-    if not text.strip():
-        import readline  # noqa: F401 arrow keys work in input()
-        print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
     system_message = [{"role": "system", "content": system}] if system else []
     messages = []
-    for text in questions:
-        if text == "/reset":
+    for message in read_messages():
+        if message == "/reset":
             messages = []
             print("(a new conversation)")
-        elif text:
-            messages.append({"role": "user", "content": text})
+        elif message:
+            messages.append({"role": "user", "content": message})
             while True:
                 ids = render_chat(tokenizer, system_message + messages)[0] + [chat_tokens(tokenizer)["assistant"]]
                 if len(ids) + min(max_new_tokens, max_len // 2) <= max_len or len(messages) == 1:
                     break
                 print("(the oldest turn does not fit any more and is forgotten)")
                 messages = messages[2:]
-            messages.append({"role": "assistant", "content": write("model: ", ids, len(messages))})
+            messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})

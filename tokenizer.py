@@ -3,8 +3,8 @@ Tokenizers with tiktoken's interface, gpt2 and bytes, and the chat format:
 
     <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
 
-<|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded vocabulary.
-A special token that somebody types is text.
+<|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded
+vocabulary. A special token that somebody types is text.
 """
 import functools
 import os
@@ -23,8 +23,9 @@ REFUSED = "refused by tiktoken, like about a million consecutive spaces"
 @functools.cache
 def get_tokenizer(name):
     """
-    The tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken fetches gpt2's vocabulary
-    (1.5 MB) once; it is kept in data/tiktoken beside this file, unless TIKTOKEN_CACHE_DIR names another folder.
+    The tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken fetches gpt2's
+    vocabulary (1.5 MB) once; it is kept in data/tiktoken beside this file, unless TIKTOKEN_CACHE_DIR names another
+    folder.
     """
     if name == "bytes":
         return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
@@ -37,14 +38,14 @@ def get_tokenizer(name):
         return tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network raises
         fail(f"tokenizer='gpt2': its vocabulary could not be fetched ({type(error).__name__}) and is not in "
-             f"{os.environ.get('TIKTOKEN_CACHE_DIR')}; point TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the "
-             f"data with --tokenizer=bytes, which needs none")
+             f"{os.environ.get('TIKTOKEN_CACHE_DIR')}; point TIKTOKEN_CACHE_DIR to a folder that has it, or prepare "
+             f"the data with --tokenizer=bytes, which needs none")
 
 
 def encode(tokenizer, text):
     """
-    Ids of a text, (n,) uint32: tiktoken's encode_ordinary without the Python list. As there, half a surrogate pair becomes
-    U+FFFD; about a million consecutive spaces raise ValueError (encode_ordinary would panic).
+    Ids of a text, (n,) uint32: tiktoken's encode_ordinary without the Python list. As there, half a surrogate pair
+    becomes U+FFFD; about a million consecutive spaces raise ValueError (encode_ordinary would panic).
     """
     try:
         return tokenizer.encode_to_numpy(text, disallowed_special=())
@@ -73,7 +74,8 @@ def chat_tokens(tokenizer):
 
 def render_chat(tokenizer, messages):
     """
-    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...] -> (ids, trained), two lists of equal length.
+    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...] -> (ids, trained), two lists of equal
+    length.
     trained: whether the model learns to write that id: assistant content and its <|end|>.
     A prompt for an answer is ids + [chat_tokens(tokenizer)["assistant"]].
     """

@@ -26,7 +26,7 @@ from tokenizer import padded_vocab_size, token_bytes
 # -----------------------------------------------------------------------------
 # settings
 out_dir: str = "out"  # checkpoints, config.json, log.jsonl and loss.png
-init_from: str = "scratch"  # scratch | resume | auto (resume if out_dir has a checkpoint) | gpt2, gpt2-medium, ... | a path
+init_from: str = "scratch"  # scratch | resume | auto (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
 eval_interval: Positive = 500  # steps between evaluations; each saves a checkpoint first
@@ -82,7 +82,7 @@ wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters in which the rate
 # optional features; the details of each are settings of its file in extras/
 teacher: Optional[str] = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
 sparsity: BelowOne = 0.0  # prune.py: share of the hidden matrices' weights that ends at zero
-spike_loss: NonNegativeFloat = 3.0  # rollback.py: back to the last checkpoint at this many times the mean loss; 0 = off
+spike_loss: NonNegativeFloat = 3.0  # rollback.py: roll back at this many times the mean loss; 0 = off
 spike_norm: NonNegativeFloat = 100.0  # rollback.py: the same for the gradient norm
 fsdp: bool = False  # fsdp.py: shard parameters, gradients and optimizer state over the ranks
 sanity_check: bool = False  # sanity.py: can the model learn at all? on one micro-batch, then exit
@@ -178,13 +178,13 @@ checkpoint = None  # frees its memory
 if teacher:
     distillation.attach(loader, (max_iters - iter_num) * global_batch_size, data_dir)
 if sanity_check:
-    load_extra("sanity", config, "sanity_check").check(orig_model, loader.peek(), optimizer, autocast,
-                                                         init_from in ("scratch", "auto"), world_size)
+    sanity = load_extra("sanity", config, "sanity_check")
+    sanity.check(orig_model, loader.peek(), optimizer, autocast, init_from in ("scratch", "auto"), world_size)
 
 runtime.print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
-data: {data_dir}, {train_data.tokens:,} tokens in {len(train_data):,} rows of {max_seq_len} ({train_data.dropped_tokens:,} \
-at the ends of shards are left out), {val_data.tokens:,} for validation
+data: {data_dir}, {train_data.tokens:,} tokens in {len(train_data):,} rows of {max_seq_len}
+({train_data.dropped_tokens:,} \ at the ends of shards are left out), {val_data.tokens:,} for validation
 run: {max_iters:,} steps of {tokens_per_step:,} tokens, {max_iters * global_batch_size / len(train_data):.2f} epochs; \
 {world_size} x {device.type}, {dtype}""")
 runtime.report_settings(config, overrides)
@@ -256,5 +256,4 @@ while True:
         break
 
 checkpointer.finish(iter_num)
-runtime.finish(iter_num, out_dir, not done, f"val loss {val_loss:.4f} (best {checkpointer.facts['best_val_loss']:.4f}); try it: "
-               f"python sample.py --checkpoint={out_dir}/ckpt.pt")
+runtime.finish(iter_num, out_dir, not done, checkpointer.facts, f"python sample.py --checkpoint={out_dir}/ckpt.pt")

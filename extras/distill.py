@@ -37,8 +37,9 @@ class DistillLoss(torch.autograd.Function):
     q = softmax(u s):
         d T^2 KL(p || q) / ds = T (q - p)
         d KL / du = sum p (t - E_p t) (log p - log q) - (E_p s - E_q s)
-    All of it is linear in s and log q where p is constant over many ids. So the ids that a cache leaves out, which share
-    their probability evenly, are one more place, with the mean of their logits, and a cached row costs k places and not V.
+    All of it is linear in s and log q where p is constant over many ids. So the ids that a cache leaves out, which
+    share their probability evenly, are one more place, with the mean of their logits, and a cached row costs k places
+    and not V.
     """
 
     @staticmethod
@@ -105,7 +106,9 @@ class DistillLoss(torch.autograd.Function):
 
 
 class Distillation(nn.Module):
-    """Becomes `model.loss_fn` on construction. Then attach(loader, ...) provides each batch with the teacher's outputs."""
+    """
+    Becomes `model.loss_fn` on construction. Then attach(loader, ...) provides each batch with the teacher's outputs.
+    """
 
     def __init__(self, model, dataset, device, dtype, options, config):
         """dataset: of training; options: of torch.compile, or None."""
@@ -147,8 +150,9 @@ class Distillation(nn.Module):
 
     def forward(self, x, weight, targets, teacher_hidden=None, teacher_head=None, teacher_log_probs=None, teacher_ids=None):
         """
-        Sum of (1 - w) cross entropy + w T^2 KL(teacher || student), both softened by T, over targets that are not IGNORE.
-        T^2 keeps the gradient's size as T varies. x (N, C), weight (V, C), targets (N,) as in linear_cross_entropy.
+        Sum of (1 - w) cross entropy + w T^2 KL(teacher || student), both softened by T, over targets that are not
+        IGNORE. T^2 keeps the gradient's size as T varies. x (N, C), weight (V, C), targets (N,) as in
+        linear_cross_entropy.
         Online: teacher_hidden (B, T, C_t) and teacher_head (V, C_t). Cached: teacher_ids (B, T, k), distinct, and
         teacher_log_probs (B, T, k + 1): theirs, and that of each other id; with k = V the last is any finite number.
         """
@@ -194,9 +198,9 @@ class Distillation(nn.Module):
 
 class TeacherCache:
     """
-    For each position of each row of a data set: the teacher's k likeliest next ids, their log-probabilities, and that of
-    each other id, which share the rest evenly; 4 k + 2 bytes per token. By row number, so it serves any order of the rows.
-    A sparse file, {folder}/rows.npy.
+    For each position of each row of a data set: the teacher's k likeliest next ids, their log-probabilities, and that
+    of each other id, which share the rest evenly; 4 k + 2 bytes per token. By row number, so it serves any order of
+    the rows. A sparse file, {folder}/rows.npy.
     """
 
     def __init__(self, folder, n_rows, T, k):
@@ -213,7 +217,10 @@ class TeacherCache:
                 raise ValueError("another version wrote it")
 
     def fill(self, indices, distillation, loader):
-        """Labels those of the rows `indices` that are missing; the ranks share them. If interrupted, what is written stays."""
+        """
+        Labels those of the rows `indices` that are missing; the ranks share them. If interrupted, what is written
+        stays.
+        """
         missing = indices[self.rows["done"][indices] == 0]
         if dist.is_initialized():
             dist.barrier()  # all have read what is missing

@@ -1,6 +1,6 @@
 """
-Fully sharded data parallelism (Zhao et al. 2023), with torch's fully_shard: parameters, gradients and optimizer state are
-sharded over the ranks, block by block, for a model that does not fit on one GPU. Checkpoints stay one file.
+Fully sharded data parallelism (Zhao et al. 2023), with torch's fully_shard: parameters, gradients and optimizer state
+are sharded over the ranks, block by block, for a model that does not fit on one GPU. Checkpoints stay one file.
 """
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ def apply_fsdp(model, device, dtype, options):
 
 
 def get_state(model, optimizer):
-    """The state dicts of a sharded model and its optimizer, whole, on the CPU of rank 0, and {} elsewhere; collective."""
+    """
+    The state dicts of a sharded model and its optimizer, whole, on the CPU of rank 0, and {} elsewhere; collective.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     weights = get_model_state_dict(model, options=options)
     named = get_optimizer_state_dict(model, optimizer, options=options)

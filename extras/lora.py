@@ -21,9 +21,9 @@ lora_targets: str = "all"  # matrices that get an adapter: all, attn, mlp, or na
 
 class LoRALinear(nn.Linear):
     """
-    y = W x + b + alpha / rank B A dropout(x), with A (rank, in), B (out, rank); W and b are those of `linear`, frozen. B
-    starts at zero, so the model starts as it was; A as in the paper's code. alpha / rank keeps the size of an update about
-    the same for any rank (section 4.1), so that another rank needs no other learning rate.
+    y = W x + b + alpha / rank B A dropout(x), with A (rank, in), B (out, rank); W and b are those of `linear`,
+    frozen. B starts at zero, so the model starts as it was; A as in the paper's code. alpha / rank keeps the size of
+    an update about the same for any rank (section 4.1), so that another rank needs no other learning rate.
     """
 
     def __init__(self, linear, rank, alpha, dropout):
@@ -44,7 +44,8 @@ class LoRALinear(nn.Linear):
 
 def add_adapters(model, rank, alpha, dropout, targets):
     """
-    Freezes a GPT and gives the matrices of its blocks that `targets` names an adapter; seed torch's global generator first.
+    Freezes a GPT and gives the matrices of its blocks that `targets` names an adapter; seed torch's global generator
+    first.
     targets: "all", or parts of their names: attn, mlp, c_attn, mlp.c_proj, ... Returns the number of adapters. Raises
     ValueError for a target that no matrix has.
     """
@@ -64,7 +65,8 @@ def add_adapters(model, rank, alpha, dropout, targets):
 
 class Lora:
     """
-    Adds adapters to a model whose weights are the base's, loaded here if the run is resumed. Its state is the entry "lora"
+    Adds adapters to a model whose weights are the base's, loaded here if the run is resumed. Its state is the entry
+    "lora"
     of a checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
     """
 
@@ -102,7 +104,8 @@ class Lora:
 
 def load_base(base, adapters):
     """
-    The weights a LoRA run started from, merged if that was a LoRA run itself. base: the "lora" entry of its checkpoint;
+    The weights a LoRA run started from, merged if that was a LoRA run itself. base: the "lora" entry of its
+    checkpoint;
     adapters: the checkpoint's path, for the error if they are gone or others.
     """
     places = list(dict.fromkeys((base["absolute"], base["path"])))
@@ -132,7 +135,8 @@ def merge_into_base(checkpoint):
 
 def fingerprint(checkpoint):
     """
-    SHA-256 of a checkpoint's weights; of a LoRA run's, of its adapters and what it says of its base. The rows that pad a
-    GPT-2 vocabulary on import, from 50257 on, are left out: they are means, whose last bits depend on the machine.
+    SHA-256 of a checkpoint's weights; of a LoRA run's, of its adapters and what it says of its base. The rows that
+    pad a GPT-2 vocabulary on import, from 50257 on, are left out: they are means, whose last bits depend on the
+    machine.
     """
     return checkpoint.get("fingerprint") or digest_weights(checkpoint.get("lora"), checkpoint["model"], rows=50257)

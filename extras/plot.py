@@ -1,4 +1,6 @@
-"""Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate, gradient norm, tokens/s over tokens."""
+"""
+Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate, gradient norm, tokens/s over tokens.
+"""
 import json
 import os
 from pathlib import Path
@@ -8,8 +10,8 @@ import runtime
 
 def read_log(path):
     """
-    A log.jsonl as {key: {tokens: value}}. What was logged after the checkpoint that a resumed run started from is dropped,
-    and half lines of runs that were killed.
+    A log.jsonl as {key: {tokens: value}}. What was logged after the checkpoint that a resumed run started from is
+    dropped, and half lines of runs that were killed.
     """
     curves = {}
     for line in open(path, encoding="utf-8", errors="replace"):

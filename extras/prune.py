@@ -1,8 +1,9 @@
 """
 Gradual magnitude pruning (Zhu & Gupta 2017, arXiv 1710.01878): sparsity rises along a cubic ramp during training.
 
-What goes has the lowest score: |w|, or |w| v^(1/4) with AdamW's second moment v, so a weight whose gradients are small,
-too, goes first. A pruned weight stays zero and gets no gradient; in the paper it keeps its value behind the mask.
+What goes has the lowest score: |w|, or |w| v^(1/4) with AdamW's second moment v, so a weight whose gradients are
+small, too, goes first. A pruned weight stays zero and gets no gradient; in the paper it keeps its value behind the
+mask.
 """
 from typing import Literal, Optional
 
@@ -21,8 +22,9 @@ prune_interval: Optional[Positive] = None  # steps between prunings; None: a hun
 
 class Pruner:
     """
-    Masks of a model's hidden matrices: a gradient hook, an optimizer step post-hook, and the entry "masks" of a checkpoint,
-    {name: bool tensor, True where a weight is pruned}. A run that starts from pruned weights keeps their masks.
+    Masks of a model's hidden matrices: a gradient hook, an optimizer step post-hook, and the entry "masks" of a
+    checkpoint, {name: bool tensor, True where a weight is pruned}. A run that starts from pruned weights keeps their
+    masks.
     """
 
     def __init__(self, model, optimizer, config, max_iters, checkpoint=None):
@@ -68,8 +70,9 @@ class Pruner:
     @torch.no_grad()
     def prune(self):
         """
-        Updates the masks if it is time, and zeros the pruned weights: round(sparsity n) of each matrix, or of all together,
-        which then differ in sparsity. Equal scores go in order, so ranks with the same weights have the same masks.
+        Updates the masks if it is time, and zeros the pruned weights: round(sparsity n) of each matrix, or of all
+        together, which then differ in sparsity. Equal scores go in order, so ranks with the same weights have the
+        same masks.
         """
         if self.step >= self.end or self.step > self.begin and (self.step - self.begin) % self.interval == 0:
             for names in [list(self.masks)] if prune_scope == "global" else [[name] for name in self.masks]:

@@ -24,7 +24,8 @@ class SpikeGuard:
     def detect_spike(self, iter_num, loss, grad_norm):
         """
         Describes the anomaly of a step, or returns None. A loss (nats per target) or gradient norm is one if it is not
-        finite, or over spike_loss or spike_norm times its moving average over about 100 steps, from the 50th on. Counts
+        finite, or over spike_loss or spike_norm times its moving average over about 100 steps, from the 50th on.
+        Counts
         anomalies until a good step beyond the last: a run that is rolled back and fails at the same place makes no
         progress. An overflow under float16 is none: the loss scale finds its range that way.
         """
@@ -58,7 +59,9 @@ class SpikeGuard:
         return self.anomaly is not None and "spike" in self.anomaly
 
     def recover(self, iter_num, checkpointer, log):
-        """Restores the last checkpoint, or skips the step if there is none. Returns the next iter_num. Data moves on."""
+        """
+        Restores the last checkpoint, or skips the step if there is none. Returns the next iter_num. Data moves on.
+        """
         if not has_checkpoint(self.out_dir):
             log.skipped += 1
             print0(f"WARNING: step {iter_num}: {self.anomaly}: it is skipped, {log.skipped} so far")

@@ -1,8 +1,8 @@
 """
 --sanity_check=True: looks for what keeps a model from learning, on one micro-batch, and exits.
 
-The first loss against ln(vocabulary), gradients that are missing, NaN or vanish, dead MLP units, and whether the model can
-overfit the micro-batch in 100 steps. Exit code 0 if all is well, else 1.
+The first loss against ln(vocabulary), gradients that are missing, NaN or vanish, dead MLP units, and whether the
+model can overfit the micro-batch in 100 steps. Exit code 0 if all is well, else 1.
 """
 import math
 

@@ -1,8 +1,9 @@
 """
 SPAM (Huang et al. 2025, arXiv 2501.06842) for AdamW: clips gradient elements that are spikes, and resets the moments.
 
-The constants are those of the authors' code (github.com/TianjinYellow/SPAM-Optimizer). It has no clipping of norms: after
-this clipping no spike stands out. Where norms are many times grad_clip, v is small and more than spikes are clipped.
+The constants are those of the authors' code (github.com/TianjinYellow/SPAM-Optimizer). It has no clipping of norms:
+after this clipping no spike stands out. Where norms are many times grad_clip, v is small and more than spikes are
+clipped.
 """
 import math
 
@@ -15,9 +16,9 @@ spam_interval: Positive = 500  # steps between momentum resets
 
 class Spam:
     """
-    A gradient hook. Every spam_interval steps the moments start at zero again, and the learning rate rises from a hundredth
-    along half a cosine over the next 150 (the step count that corrects their bias is not reset). iter_num alone determines
-    all of it, so there is nothing to save.
+    A gradient hook. Every spam_interval steps the moments start at zero again, and the learning rate rises from a
+    hundredth along half a cosine over the next 150 (the step count that corrects their bias is not reset). iter_num
+    alone determines all of it, so there is nothing to save.
     """
 
     def __init__(self, optimizer):
@@ -26,9 +27,9 @@ class Spam:
     @torch.no_grad()
     def __call__(self, iter_num):
         """
-        Each element g of a gradient with g^2 > 5000 v becomes sign(g) sqrt(5000 v), v being its second moment before this
-        step. One whose v is zero stays, as does one that is not finite: the loop looks for those. None is clipped in the
-        first 20 steps after a reset, in which v is not settled.
+        Each element g of a gradient with g^2 > 5000 v becomes sign(g) sqrt(5000 v), v being its second moment before
+        this step. One whose v is zero stays, as does one that is not finite: the loop looks for those. None is
+        clipped in the first 20 steps after a reset, in which v is not settled.
         """
         since, warmup = iter_num % spam_interval, min(150, 0.3 * spam_interval)  # steps
         for group in self.optimizer.param_groups:

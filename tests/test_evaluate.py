@@ -230,7 +230,8 @@ def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     ("3 #### so 4, then 5\n#### 6", "4"), ("2 + 2 = 4.", "4"), ("first 10, then 20 eggs", "20"),
     ("it is $1,234.50.", "1234.5"), ("7-4", "4"), ("7 - -4", "-4"), ("a debt of -$5", "-5"), ("$-5", "-5"),
     ("-0.0", "0"), ("0.50", "0.5"), ("$.50", "0.5"), ("wait...5", "5"), ("1,2,3", "3"), ("12,3456", "3456"),
-    ("9 #### none", "9"), ("100", "100"), ("3/4", "4"), ("50%", "50"), ("no number", None), ("", None), ("####", None)])
+    ("9 #### none", "9"), ("100", "100"), ("3/4", "4"), ("50%", "50"),
+    ("no number", None), ("", None), ("####", None)])
 def test_the_final_number(text, number):
     assert final_number(text) == number
 
