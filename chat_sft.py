@@ -131,6 +131,8 @@ orig_model.recompute = recompute
 # -----------------------------------------------------------------------------
 # Optional features attach to these, as in train_gpt2.py
 state, gradient_hooks, metrics, eval_hooks = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, [], [], []
+if scaler.is_enabled():
+    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = runtime.compile_options(config, device)
 if lora_rank:
     state["lora"] = load_extra("lora", config, "lora_rank").Lora(orig_model, config, checkpoint, resuming)
@@ -162,8 +164,6 @@ if guard:
     state["health"] = guard
     gradient_hooks.append(guard.scale_lr)
     metrics.append(guard.metrics)
-if scaler.is_enabled():
-    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 if sample_tokens:
     from sample import sample_hook
     question = val_rows[0, 0].tolist()

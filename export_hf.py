@@ -250,8 +250,8 @@ def last_merge(token, ranks):
 
 def tokenizer_to_hf(tokenizer):
     """
-    tokenizer.json, as a dict, for a tiktoken.Encoding: gpt2, or bytes, which has no merges and does not split text
-    into words. tiktoken has the ranks of whole tokens; Hugging Face's tokenizers wants merges, which follow from them.
+    tokenizer.json, as a dict, for a tiktoken.Encoding: gpt2, or bytes, which has no merges. tiktoken has the ranks of
+    whole tokens; Hugging Face's tokenizers wants the merges, which follow from them.
     """
     # the character that stands for each byte: itself if printable, else the next one from 256 on (GPT-2's encoder.py)
     printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
@@ -265,7 +265,7 @@ def tokenizer_to_hf(tokenizer):
         "version": "1.0",
         "added_tokens": [{"id": i, "content": name, "special": True, "single_word": False, "lstrip": False,
                           "rstrip": False, "normalized": False} for name, i in special.items()],
-        "pre_tokenizer": {**byte_level, "use_regex": bool(merges)},  # GPT-2's regular expression, which finds words
+        "pre_tokenizer": byte_level,  # splits with GPT-2's regular expression
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": {spelled[token]: i for token, i in ranks.items()}, "merges": merges},
     }

@@ -382,6 +382,7 @@ def finish(iter_num, out_dir, stopped, facts, command):
         print0(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f})\n"
                f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: {command}")
     if dist.is_initialized():
+        time.sleep(0.1)  # else gloo can hang: its thread needs the GIL to free the last tensor (torch 2.13)
         dist.destroy_process_group()
 
 

@@ -129,6 +129,8 @@ orig_model.recompute = recompute
 # Optional features attach to these. state: what a checkpoint holds, anything with a state_dict. gradient_hooks: called
 # with iter_num before clipping. metrics: return a dict for the log. eval_hooks: called at each evaluation.
 state, gradient_hooks, metrics, eval_hooks = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, [], [], []
+if scaler.is_enabled():
+    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = runtime.compile_options(config, device)
 if teacher:
     distill = load_extra("distill", config, "teacher")
@@ -165,8 +167,6 @@ if eval_tasks:
     from evaluate import task_hook
     eval_hooks.append(task_hook(orig_model, tokenizer, autocast, "base", config))
 plot = load_extra("plot", config)
-if scaler.is_enabled():
-    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 if plot:
     eval_hooks.append(plot.plot_hook(out_dir))
 
@@ -183,8 +183,8 @@ if sanity_check:
 
 runtime.print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
-data: {data_dir}, {train_data.tokens:,} tokens in {len(train_data):,} rows of {max_seq_len}
-({train_data.dropped_tokens:,} \ at the ends of shards are left out), {val_data.tokens:,} for validation
+data: {data_dir}, {train_data.tokens:,} tokens in {len(train_data):,} rows of {max_seq_len}, but for \
+{train_data.dropped_tokens:,} at the ends of shards; {val_data.tokens:,} tokens for validation
 run: {max_iters:,} steps of {tokens_per_step:,} tokens, {max_iters * global_batch_size / len(train_data):.2f} epochs; \
 {world_size} x {device.type}, {dtype}""")
 runtime.report_settings(config, overrides)

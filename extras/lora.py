@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import GPT2_MODELS, digest_weights, load_checkpoint
-from configurator import Annotated, BelowOne, fail
+from configurator import Annotated, BelowOne, fail, one_line_errors
 from runtime import print0
 
 lora_alpha: Annotated[float, 1e-6, math.inf] = 32.0  # adapters are scaled by lora_alpha / lora_rank
@@ -54,7 +54,7 @@ def add_adapters(model, rank, alpha, dropout, targets):
     targets = [target.strip() for target in targets.split(",")] if targets != "all" else ["attn", "mlp"]
     for target in targets:
         if not any(f".{target}." in f".{name}." for _, name in linears):
-            known = dict.fromkeys(part for _, name in sorted(linears, key=lambda l: l[1]) for part in name.split("."))
+            known = dict.fromkeys(part for name in sorted(name for _, name in linears) for part in name.split("."))
             raise ValueError(f"no matrix {target!r} in this model: expected all, or some of {', '.join(known)}")
     model.requires_grad_(False)
     linears = [(block, name) for block, name in linears if any(f".{target}." in f".{name}." for target in targets)]
@@ -66,34 +66,34 @@ def add_adapters(model, rank, alpha, dropout, targets):
 class Lora:
     """
     Adds adapters to a model whose weights are the base's, loaded here if the run is resumed. Its state is the entry
-    "lora"
-    of a checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
+    "lora" of a checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
     """
 
     def __init__(self, model, config, checkpoint, resuming):
-        rates = ("embedding_lr", "head_lr", "vector_lr")
-        if config["optimizer"] != "adamw" or any(config[name] is not None for name in rates):
-            fail(f"--lora_rank={config['lora_rank']}: adapters train with --optimizer=adamw and --learning_rate alone; leave "
-                 f"out the other optimizer and rates")
+        path, out_dir = checkpoint["path"], config["out_dir"]
+        rates = [config[name] for name in ("embedding_lr", "head_lr", "vector_lr")]
+        if config["optimizer"] != "adamw" or rates != [None, None, None]:
+            fail(f"--lora_rank={config['lora_rank']}: adapters train with --optimizer=adamw and --learning_rate alone; "
+                 f"leave out the other optimizer and rates")
         if resuming:
             self.base = checkpoint["lora"]
-            model.load_state_dict(load_base(self.base, checkpoint["path"]))
+            model.load_state_dict(load_base(checkpoint))
         else:
-            path = checkpoint["path"]
             absolute = path if path in GPT2_MODELS and not os.path.exists(path) else os.path.abspath(path)
-            if os.path.dirname(absolute) == os.path.abspath(config["out_dir"]):
-                fail(f"--out_dir={config['out_dir']}: holds {path}, the base of this LoRA run, which its checkpoints do not "
-                     f"contain; give another folder")
-            self.base = {"alpha": lora_alpha, "path": path, "absolute": absolute, "fingerprint": fingerprint(checkpoint)}
+            if os.path.dirname(absolute) == os.path.abspath(out_dir):
+                fail(f"--out_dir={out_dir}: holds {path}, the base of this LoRA run, which its checkpoints do not contain; "
+                     f"give another folder")
+            if "lora" in checkpoint:
+                fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from its folder")
+            self.base = {"alpha": lora_alpha, "path": path, "absolute": absolute,
+                         "fingerprint": fingerprint(checkpoint)}
         n_params = sum(p.numel() for p in model.parameters())
         torch.manual_seed(config["seed"])
-        try:
+        with one_line_errors(f"--lora_targets={lora_targets}", errors=ValueError):
             n_adapters = add_adapters(model, config["lora_rank"], lora_alpha, lora_dropout, lora_targets)
-        except ValueError as error:
-            fail(f"--lora_targets={lora_targets}: {error}")
         n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        print0(f"LoRA: {n_trained:,} parameters in {n_adapters} adapters train, beside the model's {n_params:,}; a checkpoint "
-               f"takes {12 * n_trained / 2 ** 20:.1f} MiB")  # float32, each with AdamW's two moments
+        print0(f"LoRA: {n_trained:,} parameters in {n_adapters} adapters train, beside the model's {n_params:,}; a "
+               f"checkpoint takes {12 * n_trained / 2 ** 20:.1f} MiB")  # float32, each with AdamW's two moments
 
     def state_dict(self):
         return self.base
@@ -102,41 +102,32 @@ class Lora:
         self.base = base
 
 
-def load_base(base, adapters):
-    """
-    The weights a LoRA run started from, merged if that was a LoRA run itself. base: the "lora" entry of its
-    checkpoint;
-    adapters: the checkpoint's path, for the error if they are gone or others.
-    """
+def load_base(checkpoint):
+    """The weights that the adapters of a LoRA run's checkpoint were trained on, found by path and digest."""
+    base, problem = checkpoint["lora"], "there is nothing"
     places = list(dict.fromkeys((base["absolute"], base["path"])))
-    problem = "there is nothing"
     for place in places:
         if os.path.exists(place) or place in GPT2_MODELS:
-            checkpoint = load_checkpoint(place, merge=False)
-            if fingerprint(checkpoint) == base["fingerprint"]:
-                merge_into_base(checkpoint)
-                return checkpoint["model"]
+            candidate = load_checkpoint(place, merge=False)
+            if fingerprint(candidate) == base["fingerprint"]:
+                return candidate["model"]
             problem = "other weights are there now"
-    fail(f"{adapters}: holds the adapters of a LoRA run; their base is expected in {' or '.join(places)}: {problem}")
+    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {' or '.join(places)}: "
+         f"{problem}")
 
 
 def merge_into_base(checkpoint):
-    """Turns a LoRA run's checkpoint into that of a plain model, in place; others stay as they are."""
-    if "lora" not in checkpoint:
-        return
-    checkpoint["fingerprint"] = fingerprint(checkpoint)  # merged weights differ in their last bits from machine to machine
-    adapters, alpha = checkpoint["model"], checkpoint["lora"]["alpha"]
-    weights = load_base(checkpoint["lora"], checkpoint["path"])
+    """Turns a LoRA run's checkpoint into that of a plain model, in place."""
+    adapters, weights = checkpoint["model"], load_base(checkpoint)
     for name in [name.removesuffix("lora_A") for name in adapters if name.endswith(".lora_A")]:
         A, B = adapters[name + "lora_A"], adapters[name + "lora_B"]
-        weights[name + "weight"] = weights[name + "weight"] + alpha / len(A) * (B @ A)
+        weights[name + "weight"] = weights[name + "weight"] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
     checkpoint["model"] = weights
 
 
 def fingerprint(checkpoint):
     """
-    SHA-256 of a checkpoint's weights; of a LoRA run's, of its adapters and what it says of its base. The rows that
-    pad a GPT-2 vocabulary on import, from 50257 on, are left out: they are means, whose last bits depend on the
-    machine.
+    SHA-256 of a checkpoint's weights. The rows that pad a GPT-2 vocabulary on import, from 50257 on, are left out: they
+    are means, whose last bits depend on the machine.
     """
-    return checkpoint.get("fingerprint") or digest_weights(checkpoint.get("lora"), checkpoint["model"], rows=50257)
+    return digest_weights(None, checkpoint["model"], rows=50257)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -89,17 +90,17 @@ def run_forked(script, args, cwd, env, outputs):
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2))
     os.chdir(cwd)
     sys.argv = [script, *args]
-    code = 0
+    code, kept = 0, None  # kept: freeing what the script leaves would be half of Python's finalization
     try:
         try:
-            runpy.run_path(script, run_name="__main__")
+            kept = runpy.run_path(script, run_name="__main__")
         except SystemExit:
             raise
         except BaseException:  # Ctrl-C too
             code = 1
             sys.excepthook(*sys.exc_info())
     except SystemExit as end:  # from the script, or from its excepthook
-        code = end.code or 0
+        code, kept = end.code or 0, end
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -233,6 +234,34 @@ def trained(shards, tmp_path_factory):
     out_dir = tmp_path_factory.mktemp("run") / "out"
     run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={out_dir}")
     return out_dir
+
+
+def damage(data, content):
+    """A few random edits of bytes, drawn from hypothesis: overwritten, cut out, inserted, or the end cut off."""
+    content = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
+        new = data.draw(st.binary(min_size=1, max_size=8))
+        kind = data.draw(st.sampled_from(["overwrite", "cut", "insert", "truncate"]))
+        if kind == "overwrite":
+            content[at:at + len(new)] = new
+        elif kind == "cut":
+            del content[at:at + data.draw(st.integers(1, 40))]
+        elif kind == "insert":
+            content[at:at] = new
+        else:
+            del content[at:]
+    return bytes(content)
+
+
+def one_line_or_works(capsys, function):
+    """Calls function() and returns its result; None if it ended the program in one line."""
+    capsys.readouterr()
+    try:
+        return function()
+    except SystemExit as end:
+        error = capsys.readouterr().err
+        assert end.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
 
 
 def poisoned(folder, steps, seed=1337):

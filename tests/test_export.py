@@ -278,7 +278,7 @@ def test_transformers_gpt2_gives_the_same_logits_and_gradients(tmp_path):
 
 
 def test_openais_own_layout_is_padded_to_our_vocabulary(tmp_path):
-    """As on the hub: no prefix, no head, masks among the weights, 50257 ids. And pytorch_model.bin, as it once was."""
+    """As on the hub: no prefix, no head, masks among the weights, 50257 ids; and as pytorch_model.bin."""
     theirs = transformers_gpt2(50257)
     state = {name.removeprefix("transformer."): tensor.clone() for name, tensor in theirs.state_dict().items()}
     del state["lm_head.weight"]
@@ -417,7 +417,8 @@ def nanogpt_checkpoint(bias, prefix="", vocab_size=50304, n_layer=2, C=16, block
         if bias and not name.endswith("weight"):
             model[name + ".bias"] = torch.randn(shape[0])
     model["lm_head.weight"] = model["transformer.wte.weight"]
-    args = dict(n_layer=n_layer, n_head=2, n_embd=C, block_size=block_size, bias=bias, vocab_size=vocab_size, dropout=0.0)
+    args = dict(n_layer=n_layer, n_head=2, n_embd=C, block_size=block_size, bias=bias, vocab_size=vocab_size,
+                dropout=0.0)
     return {"model": {prefix + name: tensor for name, tensor in model.items()}, "optimizer": {"state": {}},
             "model_args": args, "iter_num": 250, "best_val_loss": torch.tensor(3.25),
             "config": {"dataset": "openwebtext", "bias": bias}}
@@ -471,8 +472,9 @@ def test_nanogpts_checkpoint_has_its_own_logits(bias, prefix, vocab_size, gpt2_v
 def test_a_run_starts_from_nanogpts_weights(gpt2_vocabulary, tmp_path):
     data = write_shards(tmp_path / "data", "gpt2", train=3000, val=500)
     torch.save(nanogpt_checkpoint(bias=False), tmp_path / "ckpt.pt")
-    args = ["--max_seq_len=32", "--batch_size=2", "--gradient_accumulation_steps=1", "--max_iters=2", "--warmup_iters=0",
-            "--eval_iters=1", "--compile=False", "--device=cpu", "--dtype=float32", f"--data_dir={data}"]
+    args = ["--max_seq_len=32", "--batch_size=2", "--gradient_accumulation_steps=1", "--max_iters=2",
+            "--warmup_iters=0", "--eval_iters=1", "--compile=False", "--device=cpu", "--dtype=float32",
+            f"--data_dir={data}"]
     run("train_gpt2.py", *args, f"--init_from={tmp_path}/ckpt.pt", f"--out_dir={tmp_path}/o")
     assert torch.load(tmp_path / "o" / "ckpt.pt", weights_only=True)["model_args"]["gelu"] == "exact"
     assert "without its optimizer" in refused("train_gpt2.py", *args, "--init_from=resume", f"--out_dir={tmp_path}")

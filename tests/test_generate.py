@@ -1,4 +1,4 @@
-"""Generation with a cache against plain forward passes, sampling against transformers' filters, sample.py as started."""
+"""Cached generation against plain forward passes, sampling against transformers' filters, and sample.py itself."""
 import os
 import signal
 import subprocess
@@ -101,7 +101,7 @@ def test_a_full_row_does_not_change_its_neighbours():
 
 @pytest.mark.parametrize("variant", ["gpt2", "gpt2_mla", "qwen3", "llama_mla"])
 def test_compiled_decoding_equals_uncompiled_and_compiles_once(variant):
-    """Prompts of different lengths, a row that stops early, more ids than positions, so that the cache is refilled."""
+    """Prompts of different lengths, a row that stops early, more ids than positions: the cache is refilled."""
     torch.compiler.reset()
     gpt = new_lively_gpt(variant, n_layer=1)
     expected = [greedy_uncached(gpt, prompt, 30) for prompt in PROMPTS]
@@ -305,8 +305,10 @@ def talk(checkpoint, typed, *args):
 
 def test_a_conversation_in_the_terminal(saved):
     first = talk(saved["chat"], "say on\n", "--temperature=0")
-    output = talk(saved["chat"], "say cat\nsay mat\nsay the cat sat\n/reset\nsay on\n/quit\nnot read\n", "--temperature=0")
+    typed = "say cat\nsay mat\nsay the cat sat\n/reset\nsay on\n/quit\nnot read\n"
+    output = talk(saved["chat"], typed, "--temperature=0")
     assert output.count("model: ") == 4 and "turn does not fit any more and is forgotten" in output
+    assert "it will forget the beginning" not in output
     assert "(a new conversation)" in output and output.count("/reset starts a new conversation") == 1
     assert first.split("model: ")[1].split("\n")[0] == output.split("model: ")[4].split("\n")[0]
     assert "the prompt has 84 tokens, the model 48 positions: it will forget" in talk(saved["chat"], "x" * 80 + "\n")
@@ -320,7 +322,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path):
     command = [sys.executable, "-u", ROOT / "sample.py", f"--checkpoint={save(tmp_path, gpt)}", "--chat=True",
                "--max_new_tokens=9000", "--temperature=0", "--device=cpu"]
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell may ignore it
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not ignored
     program.stdin.write(b"hello\n")
     program.stdin.flush()
     seen = b""

@@ -1,0 +1,206 @@
+"""Checkpoints: written so that one is always whole, kept, refused or replaced by the one before when damaged."""
+import os
+import resource
+import shutil
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import checkpoint as checkpoints
+from conftest import ROOT, TINY, Program, damage, load, one_line_or_works, patched, refused, run, same
+from model import GPT, GPTConfig
+
+ARGS = [*TINY, "--sample_tokens=0"]
+
+
+def small_checkpoint(iter_num=1):
+    torch.manual_seed(iter_num)
+    gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
+    return {"model": gpt.state_dict(), "model_args": asdict(gpt.config), "config": {}, "tokenizer": "bytes",
+            "stage": "base", "iter_num": iter_num, "val_loss": 1.0, "val_iter": iter_num}
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A run's folder, to be damaged. The last two checkpoints are of step 20: before its evaluation and after it."""
+    return shutil.copytree(trained, tmp_path / "copied")
+
+
+# -----------------------------------------------------------------------------
+# what is written, and what is kept
+
+def test_snapshots_and_the_best_are_kept_without_a_copy(shards, tmp_path):
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--eval_interval=5",
+        "--keep_interval=10")
+    names = "ckpt_10.pt", "ckpt_20.pt", "ckpt_best.pt", "ckpt.pt", "ckpt_prev.pt"
+    assert [load(tmp_path, name)["iter_num"] for name in names] == [10, 20, 20, 20, 20]
+    assert not (tmp_path / "ckpt_5.pt").exists() and not list(tmp_path.glob("*.tmp"))
+    assert os.path.samefile(tmp_path / "ckpt_best.pt", tmp_path / "ckpt.pt")
+    # as if killed during the evaluation of step 20, the best, which a resumed run does again
+    (tmp_path / "ckpt_best.pt").unlink()
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=22", "--learning_rate=1",
+        "--lr_decay_iters=100")
+    assert [load(tmp_path, name)["iter_num"] for name in ("ckpt_best.pt", "ckpt.pt")] == [20, 22]
+
+
+def test_killed_while_writing_there_is_always_a_whole_checkpoint(tmp_path):
+    """At each moment between the calls that touch the disk."""
+    (tmp_path / "script.py").write_text(f"""
+import os, sys; sys.path.insert(0, {str(ROOT / "tests")!r})
+import torch, checkpoint, test_checkpoint
+
+def dying(function):
+    def call(*args, **kwargs):
+        die()
+        result = function(*args, **kwargs)
+        die()
+        return result
+    return call
+
+def die():
+    global moment
+    moment -= 1
+    if moment < 0:
+        os._exit(9)
+
+for i in range(100):
+    folder, moment = {str(tmp_path)!r} + f"/{{i}}", i
+    checkpoint.write_checkpoint(folder, test_checkpoint.small_checkpoint(1))
+    if os.fork() == 0:
+        for module, name in ((os, "fsync"), (os, "replace"), (os, "link"), (os, "makedirs"), (torch, "save")):
+            setattr(module, name, dying(getattr(module, name)))
+        checkpoint.write_checkpoint(folder, test_checkpoint.small_checkpoint(2), "ckpt_2.pt")
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    print("died" if code == 9 else "lived", checkpoint.load_checkpoint(folder)["iter_num"])
+    if code == 0:
+        break
+""")
+    lines = [line for line in run(tmp_path / "script.py").splitlines() if line.startswith(("died", "lived"))]
+    assert len(lines) > 12 and lines[-1] == "lived 2"
+    assert {"died 1", "died 2"} == set(lines[:-1])
+
+
+def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys):
+    checkpoints.write_checkpoint(tmp_path, small_checkpoint(1))
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))  # a file cannot grow beyond that
+    try:
+        assert not checkpoints.write_checkpoint(tmp_path, small_checkpoint(7))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the checkpoint of step 7 could not be written" in capsys.readouterr().out
+    assert (tmp_path / "ckpt.pt").read_bytes() == before and not (tmp_path / "ckpt.pt.tmp").exists()
+    assert checkpoints.write_checkpoint(tmp_path, small_checkpoint(8)) and load(tmp_path)["iter_num"] == 8
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_last_save_that_fails_is_tried_again_by_all_ranks(shards, tmp_path, ranks):
+    program = patched(tmp_path, "train_gpt2.py", fail_writes([3, 3]) + "time.sleep = lambda seconds: None")
+    output = run(program, *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=3", ranks=ranks)
+    assert output.count("trying again in 30 seconds") == 1 and load(tmp_path / "o")["iter_num"] == 3
+
+
+def fail_writes(steps):
+    """A patch: write_checkpoint fails, once for each entry, at these steps."""
+    return ("write, steps = checkpoint.write_checkpoint, " + repr(steps) + "\n"
+            "def failing(out_dir, contents, *rest):\n"
+            "    if contents['iter_num'] not in steps:\n        return write(out_dir, contents, *rest)\n"
+            "    steps.remove(contents['iter_num'])\n    return False\n"
+            "checkpoint.write_checkpoint = failing\n")
+
+
+def test_the_last_evaluation_is_in_the_last_checkpoint_whatever_happened(shards, tmp_path):
+    """It fails once its step is saved, and the resumed run does it again; or the save before it fails."""
+    args = [*ARGS, f"--data_dir={shards}"]
+    crash = ("evaluated = checkpoint.Checkpointer.evaluated\n"
+             "def crashing(self, iter_num, val_loss):\n    if iter_num == 20:\n        self.wait()\n        1 / 0\n"
+             "    evaluated(self, iter_num, val_loss)\n"
+             "checkpoint.Checkpointer.evaluated = crashing")
+    run(patched(tmp_path, "train_gpt2.py", crash), *args, f"--out_dir={tmp_path}/crashed", code=1)
+    assert load(tmp_path / "crashed")["iter_num"] == 20 and load(tmp_path / "crashed")["val_iter"] == 10
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/crashed")
+    run(patched(tmp_path, "train_gpt2.py", fail_writes([20])), *args, f"--out_dir={tmp_path}/unsaved")
+    assert same(load(tmp_path / "crashed")["model"], load(tmp_path / "unsaved")["model"])
+    for name in ("crashed", "unsaved"):
+        last = load(tmp_path / name)
+        assert last["val_iter"] == 20 and last["val_loss"] == last["best_val_loss"] < 4.3
+        assert load(tmp_path / name, "ckpt_best.pt")["iter_num"] == 20
+
+
+def test_a_folder_removed_during_the_run_is_made_again(shards, tmp_path):
+    program = Program("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=400",
+                      "--eval_interval=100")
+    assert program.read_until("step 3/")
+    shutil.rmtree(tmp_path / "o")
+    assert program.end()[0] == 0 and load(tmp_path / "o")["iter_num"] == 400
+
+
+# -----------------------------------------------------------------------------
+# what is read
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_never_takes_its_place(copied):
+    (copied / "ckpt.pt").write_bytes((copied / "ckpt.pt").read_bytes()[:1000])
+    damaged = (copied / "ckpt.pt").read_bytes()
+    resume = ["--init_from=auto", f"--out_dir={copied}"]
+    output = run("train_gpt2.py", *resume, "--max_iters=20")
+    assert "WARNING: no readable ckpt.pt" in output and "using the checkpoint before it" in output
+    assert load(copied)["iter_num"] == 20 and (copied / "ckpt_damaged.pt").read_bytes() == damaged
+    assert "WARNING" not in run("train_gpt2.py", *resume, "--max_iters=21")
+    assert load(copied)["iter_num"] == 21 and load(copied, "ckpt_prev.pt")["iter_num"] == 21
+    (copied / "ckpt.pt").write_bytes(b"")
+    (copied / "ckpt_prev.pt").write_bytes(b"PK")
+    assert "not a readable checkpoint" in refused("train_gpt2.py", *resume)
+
+
+def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, trained, tmp_path):
+    checkpoint, path = load(trained), tmp_path / "ckpt.pt"
+    nanogpt = {"model": checkpoint["model"], "optimizer": {}, "model_args": {"n_layer": 2, "block_size": 32},
+               "iter_num": 5, "config": {}}
+    too_small = {**checkpoint, "model_args": {**checkpoint["model_args"], "n_layer": 3}}
+    for other in (nanogpt, too_small, [1]):
+        torch.save(other, path)
+        assert str(path) in refused("sample.py", f"--checkpoint={path}")
+        assert str(path) in refused("train_gpt2.py", f"--data_dir={shards}", f"--init_from={path}", "--device=cpu",
+                                    f"--out_dir={tmp_path}/o")
+    whole = bytearray((trained / "ckpt.pt").read_bytes())
+    whole[len(whole) // 2] ^= 1  # one bit of a weight
+    path.write_bytes(whole)
+    assert "not a readable checkpoint" in refused("sample.py", f"--checkpoint={path}")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_random_damage_is_refused_in_one_line_or_does_no_harm(tmp_path, capsys, data):
+    """A checkpoint that opens all the same holds the very weights that were saved."""
+    checkpoint = small_checkpoint()
+    checkpoints.write_checkpoint(tmp_path / "whole", checkpoint)
+    path = tmp_path / "ckpt.pt"
+    path.write_bytes(damage(data, (tmp_path / "whole" / "ckpt.pt").read_bytes()))
+    opened = one_line_or_works(capsys, lambda: checkpoints.load_checkpoint(path))
+    assert opened is None or same(opened["model"], checkpoint["model"])
+
+
+# -----------------------------------------------------------------------------
+# whose folder it is
+
+def test_two_runs_cannot_write_to_one_out_dir(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=3000"]
+    program = Program("train_gpt2.py", *args)
+    assert program.read_until("step 2/")
+    assert "no other run is writing to" in refused("train_gpt2.py", *args, "--overwrite=True")
+    program.send("SIGTERM")
+    assert program.end()[0] == 0
+
+
+def test_kept_checkpoints_and_models_of_others_are_not_overwritten(shards, tmp_path):
+    args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}"]
+    (tmp_path / "ckpt_best.pt").write_bytes(b"kept")
+    for init_from in ("scratch", "auto"):
+        assert "ckpt_best.pt" in refused("train_gpt2.py", *args, f"--init_from={init_from}")
+    (tmp_path / "ckpt_best.pt").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "Hugging Face" in refused("train_gpt2.py", *args, "--overwrite=True")
