@@ -21,7 +21,8 @@ import torch
 import runtime
 from chat_data import ChatDataset, build_rows, describe_rows
 from checkpoint import Checkpointer, describe_model, start_run
-from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, configure, fail, load_extra)
+from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, configure, fail, load_extra,
+                          one_line_errors)
 from dataloader import BatchLoader, validation_loss
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr
@@ -125,7 +126,8 @@ get_lr = build_schedule(config, max_iters)
 
 orig_model = GPT(GPTConfig(**{**checkpoint["model_args"], "dropout": dropout}))
 if not resuming:
-    orig_model.load_state_dict(checkpoint["model"])
+    with one_line_errors(init_from):
+        orig_model.load_state_dict(checkpoint["model"])
 orig_model.recompute = recompute
 
 # -----------------------------------------------------------------------------

@@ -122,7 +122,8 @@ if checkpoint:
 with one_line_errors(errors=ValueError):
     orig_model = GPT(GPTConfig(**model_args))
 if checkpoint and not resuming:
-    orig_model.load_state_dict(checkpoint["model"])
+    with one_line_errors(init_from):
+        orig_model.load_state_dict(checkpoint["model"])
 orig_model.recompute = recompute
 
 # -----------------------------------------------------------------------------

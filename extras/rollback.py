@@ -25,9 +25,8 @@ class SpikeGuard:
         """
         Describes the anomaly of a step, or returns None. A loss (nats per target) or gradient norm is one if it is not
         finite, or over spike_loss or spike_norm times its moving average over about 100 steps, from the 50th on.
-        Counts
-        anomalies until a good step beyond the last: a run that is rolled back and fails at the same place makes no
-        progress. An overflow under float16 is none: the loss scale finds its range that way.
+        Counts anomalies until a good step beyond the last: a run that is rolled back and fails at the same place makes
+        no progress. An overflow under float16 is none: the loss scale finds its range that way.
         """
         stats, anomaly = self.stats, None
         overflow = self.scaler.is_enabled() and not math.isfinite(grad_norm)
@@ -75,12 +74,12 @@ class SpikeGuard:
 
     def scale_lr(self, iter_num):
         """A gradient hook."""
-        if iter_num < self.stats["calm_until"]:
-            for group in self.optimizer.param_groups:
-                group["lr"] *= rollback_lr
+        self.lr_factor = rollback_lr if iter_num < self.stats["calm_until"] else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self.lr_factor
 
     def metrics(self):
-        return {"rollbacks": self.rollbacks}
+        return {"rollbacks": self.rollbacks, "lr_factor": self.lr_factor}
 
     def state_dict(self):
         return dict(self.stats)

@@ -16,9 +16,9 @@ spam_interval: Positive = 500  # steps between momentum resets
 
 class Spam:
     """
-    A gradient hook. Every spam_interval steps the moments start at zero again, and the learning rate rises from a
-    hundredth along half a cosine over the next 150 (the step count that corrects their bias is not reset). iter_num
-    alone determines all of it, so there is nothing to save.
+    A gradient hook. Every spam_interval steps the moments, and the step count that corrects their bias (the authors
+    keep it), start at zero again, and the learning rate rises from a hundredth along half a cosine over the next 150.
+    iter_num alone determines all of it, so there is nothing to save.
     """
 
     def __init__(self, optimizer):

@@ -125,7 +125,7 @@ def run_ranks(args, ranks, cwd):
         while running and not any(process.exitcode for process in processes) and time.monotonic() < give_up:
             multiprocessing.connection.wait([process.sentinel for process in running], 1)
             running = [process for process in running if process.exitcode is None]
-        code = next((process.exitcode for process in processes if process.exitcode != 0), 0)
+        code = next((process.exitcode for process in processes if process.exitcode), None if running else 0)
         for process in running:
             process.join(5)  # all ranks fail alike, and only the first prints
             process.kill()

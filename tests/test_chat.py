@@ -59,7 +59,8 @@ def test_a_run_learns_logs_and_leaves_a_chat_model(sft):
     assert all(log["shape", i] == [2, 64] for i in range(1, 21))
     assert np.mean([log["useful", i] for i in range(1, 21)]) > 0.9
     assert output.count("<|user|>") == output.count("----- sample") == 3
-    assert "of the positions are not padding" in output and f"sample.py --checkpoint={folder}/out/ckpt.pt --chat=True" in output
+    assert f"python sample.py --checkpoint={folder}/out/ckpt.pt --chat=True" in output
+    assert "of the positions are not padding" in output
     checkpoint = load(folder / "out")
     assert checkpoint["stage"] == "chat"
     assert checkpoint["model_args"]["max_seq_len"] == checkpoint["config"]["max_seq_len"] == 64
@@ -103,7 +104,7 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(base, chats, sft,
         assert one[key] == pytest.approx(two[key], abs=1e-5), key
     rows = train_rows(sft[0])
     order = np.random.default_rng((1337, 0)).permutation(len(rows))
-    per_rank = (rows[order[:len(order) // 4 * 4], 1] != E).reshape(-1, 2, 2, 64).sum((2, 3))  # (steps, ranks)
+    per_rank = (rows[order[:len(order) // 4 * 4], 1] != E).reshape(-1, 2, 2, 64).sum((2, 3))  # (steps, 2)
     assert (per_rank.max(1) > 1.3 * per_rank.min(1)).any()  # so a mean of the ranks' means would be another loss
     assert not [name for name in load(tmp_path / "two")["model"] if name.startswith(("module.", "_orig_mod."))]
 
@@ -111,7 +112,7 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(base, chats, sft,
 def check_resumed(script, args, folder, ranks=1, stops=(5, 15, 20)):
     """A run that is interrupted twice equals one that is not, bit for bit."""
     rows = [f"--chat_dir={folder}/rows"] if script == "chat_sft.py" else []
-    args = [*args, *rows, f"--lr_decay_iters={stops[-1]}", "--sample_tokens=0"]
+    args = [*args, *rows, "--eval_interval=5", f"--lr_decay_iters={stops[-1]}", "--sample_tokens=0"]
     run(script, *args, f"--out_dir={folder}/whole", f"--max_iters={stops[-1]}", ranks=ranks)
     run(script, *args, f"--out_dir={folder}/parts", f"--max_iters={stops[0]}", ranks=ranks)
     for stop in stops[1:]:  # the other settings come from the checkpoint; the rows are made again
@@ -121,20 +122,20 @@ def check_resumed(script, args, folder, ranks=1, stops=(5, 15, 20)):
 
 
 @pytest.mark.parametrize("extra, ranks", [
-    ([], 1), (["--pack=False", "--dropout=0.1"], 1), (["--optimizer=muon", "--compile=True"], 2),
-    (["--gradient_accumulation_steps=3"], 3),
-], ids=["packed", "unpacked_dropout", "muon_compiled_two_ranks", "three_ranks"])
+    (["--pack=False", "--dropout=0.1"], 1), (["--optimizer=muon"], 2), (["--gradient_accumulation_steps=3"], 3),
+], ids=["unpacked_dropout", "muon_two_ranks", "three_ranks"])
 def test_interrupted_twice_equals_uninterrupted(base, chats, tmp_path, extra, ranks):
-    args = [*SFT, *extra, f"--init_from={base}", f"--data={chats}", "--eval_interval=5"]
-    check_resumed("chat_sft.py", args, tmp_path, ranks)
+    check_resumed("chat_sft.py", [*SFT, *extra, f"--init_from={base}", f"--data={chats}"], tmp_path, ranks)
 
 
-@pytest.mark.parametrize("ranks, extra", [(1, []), (2, ["--pack=False"])], ids=["packed", "unpacked_two_ranks"])
+@pytest.mark.parametrize("ranks, extra", [(1, []), (2, ["--pack=False", "--compile_backend=aot_eager"])],
+                         ids=["packed", "unpacked_two_ranks"])
 def test_compiled_equals_eager_without_a_recompile(base, chats, tmp_path, ranks, extra):
-    """Inductor, in training, validation, sampling and saving; and each one's checkpoint resumed by the other."""
+    """In training, validation, sampling and saving; and each one's checkpoint resumed by the other."""
     for name, compile in (("eager", False), ("compiled", True)):
         output = run("chat_sft.py", *SFT, *extra, f"--init_from={base}", f"--data={chats}",
-                     f"--chat_dir={tmp_path}/rows", f"--out_dir={tmp_path / name}", f"--compile={compile}", ranks=ranks)
+                     f"--chat_dir={tmp_path}/rows", f"--out_dir={tmp_path / name}", f"--compile={compile}",
+                     ranks=ranks)
         assert "recompiled" not in output and ("compiled in" in output) == compile
     check_compiled(tmp_path)
     for name, compile in (("eager", True), ("compiled", False)):

@@ -1,0 +1,375 @@
+"""Distillation: the loss against its plain formula, the cache against the online teacher, and both loops with either."""
+import math
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_module
+from chat_data import build_rows, packed_mask_and_positions
+from conftest import TINY, load, read_log, refused, run, same
+from dataloader import TokenDataset, sample_indices
+from extras import distill
+from model import GPT, GPTConfig, IGNORE, linear_cross_entropy
+from test_chat import SFT
+from test_chat_data import E, jsonl, turns
+from tokenizer import get_tokenizer
+
+N, C, V = 21, 12, 40  # in chunks of 8, the last one not full
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    for module in (model_module, distill):
+        monkeypatch.setattr(module, "LOSS_CHUNK", 8)
+
+
+# ---------------------------------------------------------------------------------------------------
+# the loss
+
+def inputs(T=2.0, teacher_width=20):
+    """x, weight, targets, temperature, and a teacher's hidden states and head."""
+    torch.manual_seed(0)
+    x, weight, hidden, head = (torch.randn(*shape) for shape in ((N, C), (V, C), (N, teacher_width), (V, teacher_width)))
+    targets = torch.randint(0, V, (N,))
+    targets[::3] = IGNORE
+    return x.requires_grad_(), weight.requires_grad_(), targets, torch.tensor(T, requires_grad=True), hidden, head
+
+
+def distillation(x, weight, targets, w, T, teacher, teacher_head=None, teacher_ids=None):
+    return distill.DistillLoss.apply(x, weight, targets, w, T, T.requires_grad, teacher, teacher_head, teacher_ids)
+
+
+def formula(x, weight, targets, w, T, teacher_logits):
+    logits = x @ weight.t()
+    ce = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    kl = F.kl_div((logits / T).log_softmax(-1), (teacher_logits / T).log_softmax(-1), reduction="none", log_target=True)
+    kl = kl.sum(-1)[targets != IGNORE].sum()
+    return (1 - w) * ce + w * T ** 2 * kl, torch.stack((ce, kl))
+
+
+def top_k(logits, k):
+    """What a cache holds: log-probabilities of the k likeliest ids and of each other id, and the k ids."""
+    log_probs, ids = logits.log_softmax(-1).sort(descending=True)
+    others = log_probs[:, k:].logsumexp(-1, keepdim=True) - math.log(V - k) if k < V else torch.zeros(len(logits), 1)
+    return torch.cat((log_probs[:, :k], others), -1), ids[:, :k]
+
+
+def check(ours, expected, inputs):
+    """Each is a loss and its terms; compares them, and the gradients by `inputs`."""
+    (loss, terms), (expected_loss, expected_terms) = ours, expected
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
+    assert torch.allclose(terms, expected_terms, rtol=1e-5)
+    for gradient, wanted in zip(torch.autograd.grad(loss * 0.37, inputs), torch.autograd.grad(expected_loss * 0.37, inputs)):
+        assert (gradient - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
+
+
+@pytest.mark.parametrize("T, w, compiled", [(1.0, 0.5, False), (2.0, 0.9, False), (0.5, 1.0, False), (4.0, 0.3, False),
+                                            (2.0, 0.5, True)])
+def test_chunks_equal_the_formula_with_all_gradients(T, w, compiled):
+    x, weight, targets, T, hidden, head = inputs(T)
+    n = 8 if compiled else N  # each chunk is compiled by itself
+    x, targets, hidden = x[:n], targets[:n], hidden[:n]
+    loss = torch.compile(distillation, fullgraph=True, dynamic=False) if compiled else distillation
+    logits = hidden @ head.t()
+    check(loss(x, weight, targets, w, T, hidden, head), formula(x, weight, targets, w, T, logits), (x, weight, T))
+    for k in (V,) if compiled else (1, 5, V - 1, V):  # against the formula on the whole row that a cached one stands for
+        cached, ids = top_k(logits, k)
+        row = cached[:, -1:].expand(n, V).scatter(-1, ids, cached[:, :-1])
+        assert row.exp().sum(-1).sub(1).abs().max() < 1e-5
+        check(loss(x, weight, targets, w, T, cached, None, ids), formula(x, weight, targets, w, T, row), (x, weight, T))
+
+
+def test_a_cache_of_the_whole_vocabulary_is_the_online_teacher():
+    x, weight, targets, T, hidden, head = inputs()
+    cached, ids = top_k(hidden @ head.t(), V)
+    check(distillation(x, weight, targets, 0.5, T, cached, None, ids),
+          distillation(x, weight, targets, 0.5, T, hidden, head), (x, weight, T))
+
+
+def test_weight_zero_is_plain_cross_entropy_and_a_teacher_like_the_student_teaches_nothing():
+    x, weight, targets, T, hidden, head = inputs()
+    cached, ids = top_k(hidden @ head.t(), 5)
+    for teacher in ((hidden, head), (cached, None, ids)):
+        loss, expected = distillation(x, weight, targets, 0.0, T, *teacher)[0], linear_cross_entropy(x, weight, targets)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        for gradient, wanted in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight))):
+            assert (gradient - wanted).abs().max() < 1e-5
+    loss, terms = distillation(x, weight, targets, 1.0, T, x.detach(), weight.detach())
+    assert abs(loss.item()) < 1e-4 and abs(terms[1].item()) < 1e-4
+    assert all(gradient.abs().max() < 1e-4 for gradient in torch.autograd.grad(loss, (x, weight, T)))
+
+
+def test_a_frozen_head_and_a_fixed_temperature_get_no_gradient_and_the_rest_gets_the_same():
+    x, weight, targets, T, hidden, head = inputs()
+    whole = torch.autograd.grad(distillation(x, weight, targets, 0.5, T, hidden, head)[0] * 0.37, (x, weight, T))
+    frozen = distillation(x, weight.detach(), targets, 0.5, T, hidden, head)[0]
+    assert same(torch.autograd.grad(frozen * 0.37, (x, T)), (whole[0], whole[2]))
+    fixed = distillation(x, weight, targets, 0.5, T.detach(), hidden, head)[0]
+    assert same(torch.autograd.grad(fixed * 0.37, (x, weight)), whole[:2])
+
+
+# ---------------------------------------------------------------------------------------------------
+# its place in a model
+
+@pytest.fixture
+def student(monkeypatch, tmp_path):
+    """Makes a small GPT, and a Distillation from another one that is its loss function."""
+    def new(dtype="float32", max_seq_len=16, tokenizer="bytes", **settings):
+        for name, value in settings.items():
+            monkeypatch.setattr(distill, name, value)
+        torch.manual_seed(0)
+        teacher, gpt = (GPT(GPTConfig(n_layer=1, n_head=2, n_embd=width, max_seq_len=16, vocab_size=384))
+                        for width in (24, 16))
+        for p in teacher.parameters():
+            p.data *= 3  # it is sure of itself
+        torch.save({"model": teacher.state_dict(), "model_args": vars(teacher.config), "tokenizer": tokenizer,
+                    "config": {}, "stage": "base", "iter_num": 0, "val_loss": math.nan, "val_iter": 0}, tmp_path / "t.pt")
+        dataset = SimpleNamespace(tokenizer=get_tokenizer("bytes"), max_seq_len=max_seq_len)
+        config = {"teacher": f"{tmp_path}/t.pt", "fsdp": False}
+        return gpt, teacher, distill.Distillation(gpt, dataset, torch.device("cpu"), dtype, None, config)
+    return new
+
+
+def random_batch():
+    torch.manual_seed(1)
+    idx, targets = torch.randint(0, 384, (2, 3, 16))
+    targets[:, ::4] = IGNORE
+    return {"idx": idx, "targets": targets}
+
+
+def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(student):
+    gpt, teacher, distillation = student(learn_temperature=True, teacher_temperature=2.0, teacher_weight=0.7)
+    batch = random_batch()
+    names = gpt.state_dict().keys()
+    assert names == GPT(gpt.config).state_dict().keys()
+    assert dict(gpt.named_parameters()).keys() - names == {"loss_fn.log_temperature"}
+    loss = gpt(**batch, **distillation.teacher_forward(batch))
+    expected, terms = formula(gpt.hidden_states(batch["idx"]).flatten(0, 1), gpt.lm_head.weight, batch["targets"].flatten(),
+                              0.7, 2.0, teacher(batch["idx"]).flatten(0, 1))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    n = (batch["targets"] != IGNORE).sum().item()
+    assert distillation.metrics() == pytest.approx({"ce_loss": terms[0].item() / n, "kl_loss": terms[1].item() / n,
+                                                    "temperature": 2.0}, rel=1e-5)
+    assert distillation.metrics() == {"ce_loss": 0, "kl_loss": 0, "temperature": pytest.approx(2.0)}
+    assert gpt.eval()(**batch).item() == pytest.approx(terms[0].item(), rel=1e-5)
+
+
+def test_bfloat16_is_near(student):
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        gpt, _, distillation = student(dtype)
+        batch = random_batch()
+        with distillation.autocast:
+            losses.append(gpt(**batch, **distillation.teacher_forward(batch)).item())
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+@pytest.mark.parametrize("settings, words", [
+    (dict(max_seq_len=17), ["--max_seq_len=17", "16 positions"]), (dict(tokenizer="gpt2"), ["t.pt", "gpt2 tokens", "bytes"]),
+    (dict(teacher_cache=385), ["--teacher_cache=385", "384"]),
+])
+def test_a_teacher_that_does_not_fit_is_refused(student, capsys, settings, words):
+    with pytest.raises(SystemExit) as end:
+        student(**settings)
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and all(word in message for word in words), message
+
+
+# ---------------------------------------------------------------------------------------------------
+# the cache
+
+def fill(cache, indices, hidden, head, fail_after=99):
+    """Labels rows by a teacher with the hidden states (rows, T, C), in batches of 2. Returns the rows it was asked for."""
+    asked = []
+
+    def teacher_forward(batch):
+        if len(asked) == fail_after:
+            raise InterruptedError
+        asked.append(batch["idx"].tolist())
+        return {"teacher_hidden": hidden[batch["idx"]], "teacher_head": head}
+
+    dataset = SimpleNamespace(get_batch=lambda indices, device: {"idx": torch.from_numpy(indices)})
+    cache.fill(np.array(indices), SimpleNamespace(teacher_forward=teacher_forward, autocast=torch.autocast("cpu", enabled=False)),
+               SimpleNamespace(world_size=1, rank=0, batch_size=2, dataset=dataset, device="cpu"))
+    return asked
+
+
+def test_a_cache_holds_the_likeliest_ids_and_continues_where_it_was_interrupted(tmp_path):
+    torch.manual_seed(0)
+    hidden, head = torch.randn(10, 4, 20), torch.randn(V, 20)
+    with pytest.raises(InterruptedError):
+        fill(distill.TeacherCache(tmp_path / "c", 10, 4, 5), [1, 4, 7, 8], hidden, head, fail_after=1)
+    cache = distill.TeacherCache(tmp_path / "c", 10, 4, 5)
+    assert fill(cache, [1, 4, 5, 7, 8], hidden, head) == [[5, 7], [8, 8]]  # the last batch is padded
+    assert fill(cache, [1, 4, 5, 7, 8], hidden, head) == []
+    rows = cache[np.array([8, 1])]
+    log_probs, ids = top_k((hidden[[8, 1]] @ head.t()).flatten(0, 1), 5)
+    assert rows["teacher_ids"].dtype == np.int64 and rows["teacher_log_probs"].dtype == np.float16
+    assert rows["teacher_ids"].tolist() == ids.view(2, 4, 5).tolist()
+    np.testing.assert_array_equal(rows["teacher_log_probs"], log_probs.half().view(2, 4, 6).numpy())
+
+
+def test_a_missing_row_and_a_damaged_file_are_named(tmp_path, capsys):
+    def refusal(action):
+        with pytest.raises(SystemExit) as end:
+            action()
+        message = capsys.readouterr().err
+        assert end.value.code == 2 and message.count("\n") == 1 and "rows.npy" in message
+        return message
+
+    cache = distill.TeacherCache(tmp_path, 10, 4, 5)
+    fill(cache, [1], torch.randn(10, 4, 20), torch.randn(V, 20))
+    assert "a row is missing" in refusal(lambda: cache[np.array([1, 2])])
+    path = tmp_path / "rows.npy"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-1], whole.replace(b"<f2", b"<f4", 1)):
+        path.write_bytes(damaged)
+        assert "remove the folder" in refusal(lambda: distill.TeacherCache(tmp_path, 10, 4, 5))
+
+
+# ---------------------------------------------------------------------------------------------------
+# the loops
+
+SHORT = [*TINY, "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0"]
+SHORT_SFT = [*SFT, "--max_iters=4", "--lr_decay_iters=4", "--eval_interval=2", "--sample_tokens=0"]
+COMPILED = ["--compile=True", "--compile_backend=aot_eager"]  # the graphs of training, without minutes for their code
+LOGGED = "train_loss", "ce_loss", "kl_loss", "temperature", "val_loss", "grad_norm"
+
+
+def train(args, out_dir, *more, **how):
+    return run("train_gpt2.py", *args, f"--out_dir={out_dir}", *more, **how)
+
+
+@pytest.fixture(scope="module")
+def teacher(shards, tmp_path_factory):
+    """A run of another architecture, another width and more positions than its student."""
+    out_dir = tmp_path_factory.mktemp("teacher") / "out"
+    train([*TINY, f"--data_dir={shards}", "--arch=llama", "--n_embd=48", "--max_seq_len=64", "--sample_tokens=0"], out_dir)
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def runs(teacher, shards, tmp_path_factory):
+    """
+    Two runs with a learned temperature, from the online teacher and from a cache of all its probabilities; their
+    settings and their folder.
+    """
+    folder = tmp_path_factory.mktemp("runs")
+    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True", "--teacher_temperature=2"]
+    train(args, folder / "online")
+    output = train(args, folder / "cached", "--teacher_cache=384")
+    assert "labelling 52 of 52 rows" in output  # 6 steps of 8 rows, and a batch that is read ahead
+    return args, folder
+
+
+def model_in(out_dir):
+    checkpoint = load(out_dir)
+    gpt = GPT(GPTConfig(**checkpoint["model_args"])).eval()
+    gpt.load_state_dict(checkpoint["model"])
+    return gpt
+
+
+def check_close(one, other, **within):
+    one, other = (read_log(out_dir, *LOGGED) for out_dir in (one, other))
+    assert one.keys() == other.keys() and len(one) == 6 * 5 + 4
+    for key in one:
+        assert one[key] == pytest.approx(other[key], **within), key
+
+
+def test_the_first_step_is_the_formula_and_the_temperature_moves(runs, teacher, shards):
+    _, folder = runs
+    log = read_log(folder / "online", *LOGGED)
+    rows = TokenDataset(str(shards), "train", 32)
+    idx, targets = map(torch.from_numpy, rows[sample_indices(range(8), len(rows), 1337)])
+    torch.manual_seed(1337)
+    student = GPT(GPTConfig(**load(folder / "online")["model_args"]))
+    with torch.no_grad():
+        loss, terms = formula(student.hidden_states(idx).flatten(0, 1), student.lm_head.weight, targets.flatten(), 0.5, 2.0,
+                              model_in(teacher)(idx).flatten(0, 1))
+    for key, value in zip(LOGGED, (loss, *terms)):
+        assert log[key, 1] == pytest.approx(value.item() / 256, rel=1e-5), key
+    assert log["kl_loss", 6] < 0.9 * log["kl_loss", 1] and log["val_loss", 6] < log["val_loss", 0]
+    temperatures = [log["temperature", i] for i in range(1, 7)]
+    saved = load(folder / "online")["teacher"]["log_temperature"]
+    assert len(set(temperatures)) == 6 and math.log(temperatures[5]) == pytest.approx(saved, rel=1e-4)
+
+
+def test_a_cached_teacher_is_the_online_one(runs):
+    check_close(runs[1] / "online", runs[1] / "cached", rel=2e-3)  # float16
+
+
+@pytest.mark.parametrize("kind", ["online", "cached"])
+def test_interrupted_twice_equals_uninterrupted(runs, tmp_path, kind):
+    args, folder = runs
+    train(args, tmp_path, f"--teacher_cache={384 * (kind == 'cached')}", "--max_iters=2")
+    for stop in (4, 6):
+        run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", f"--max_iters={stop}")
+    whole, parts = load(folder / kind), load(tmp_path)
+    assert whole.keys() == parts.keys()
+    for key in whole.keys() - {"config"}:
+        assert same(whole[key], parts[key]), key
+    assert not [name for name in whole["model"] if "loss_fn" in name]
+    assert read_log(folder / kind, *LOGGED) == read_log(tmp_path, *LOGGED)
+
+
+def test_two_ranks_share_out_the_cache_and_train_the_model_of_one(runs, shards, tmp_path):
+    shutil.copytree(shards, tmp_path / "data", ignore=shutil.ignore_patterns("teacher-*"))
+    output = train(runs[0], tmp_path / "two", f"--data_dir={tmp_path}/data", "--teacher_cache=384", *COMPILED, ranks=2)
+    assert "labelling 56 of 56 rows" in output
+    check_close(runs[1] / "cached", tmp_path / "two", abs=1e-5)
+    one, two = (list(load(folder)["optimizer"]["state"].values())[-1] for folder in (runs[1] / "cached", tmp_path / "two"))
+    assert one["exp_avg"].numel() == 1 and one["exp_avg"].item() == pytest.approx(two["exp_avg"].item(), rel=1e-4)
+    assert set(read_log(tmp_path / "two", "recompiles").values()) == {0}  # exp_avg: of the temperature
+
+
+def test_nothing_is_recompiled_with_an_online_teacher(runs, tmp_path):
+    train(runs[0], tmp_path / "compiled", *COMPILED)
+    check_close(runs[1] / "online", tmp_path / "compiled", abs=1e-4)
+    assert set(read_log(tmp_path / "compiled", "recompiles").values()) == {0}
+
+
+def test_chat_rows_are_taught_packed(teacher, tmp_path):
+    torch.manual_seed(0)
+    student = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, max_seq_len=64, vocab_size=384))
+    torch.save({**load(teacher), "model": student.state_dict(), "model_args": vars(student.config)}, tmp_path / "base.pt")
+    data = jsonl(tmp_path / "chats.jsonl", [turns(f"say {i % 7}", f"{i % 7}" * 9) for i in range(120)])
+    args = [*SHORT_SFT, f"--init_from={tmp_path}/base.pt", f"--data={data}", f"--chat_dir={tmp_path}/rows",
+            f"--teacher={teacher}", "--learn_temperature=True", "--teacher_temperature=2"]
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/online")
+    run("chat_sft.py", *args, f"--out_dir={tmp_path}/cached", "--teacher_cache=384", "--max_iters=2")
+    output = run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/cached", "--max_iters=4",
+                 f"--chat_dir={tmp_path}/rows")
+    assert "labelling 8 of 18 rows" in output  # of two steps more
+    online, cached = (read_log(tmp_path / name, *LOGGED) for name in ("online", "cached"))
+    assert online.keys() == cached.keys() and all(online[key] == pytest.approx(cached[key], rel=2e-3) for key in online)
+
+    rows, _, _ = build_rows(tmp_path / "rows", str(data), None, "bytes", 64, True, 1337, False)
+    rows = torch.from_numpy(rows[sample_indices(range(4), len(rows), 1337)].astype(np.int64))
+    idx, targets = rows[:, 0], rows[:, 1].masked_fill(rows[:, 1] == E, IGNORE)
+    mask, positions = packed_mask_and_positions(idx, E)
+    with torch.no_grad():
+        hidden, teacher_logits = student.hidden_states(idx, positions, mask), model_in(teacher)(idx, None, positions, mask)
+        loss, _ = formula(hidden.flatten(0, 1), student.lm_head.weight, targets.flatten(), 0.5, 2.0,
+                          teacher_logits.flatten(0, 1))
+    assert online["train_loss", 1] == pytest.approx(loss.item() / (targets != IGNORE).sum().item(), rel=1e-5)
+
+
+def test_another_teacher_is_refused_on_resume_and_has_a_cache_of_its_own(runs, teacher, trained, tmp_path):
+    args, folder = runs
+    other = load(teacher)
+    other["model"]["lm_head.weight"] += 1e-3
+    torch.save(other, tmp_path / "other.pt")
+    resume = ["--init_from=resume", f"--out_dir={folder}/online", "--max_iters=8"]
+    assert "--teacher: the run was started with another" in refused("train_gpt2.py", *resume, f"--teacher={tmp_path}/other.pt")
+    assert "--teacher=None" in refused("train_gpt2.py", *resume, "--teacher=None")
+    line = refused("train_gpt2.py", "--init_from=resume", f"--out_dir={trained}", "--max_iters=22", f"--teacher={teacher}")
+    assert f"--teacher={teacher}" in line
+    output = train(args, tmp_path / "o", f"--teacher={tmp_path}/other.pt", "--teacher_cache=384", "--max_iters=0",
+                   "--warmup_iters=0", "--lr_decay_iters=0")
+    assert "labelling 4 of 4 rows" in output
+    for wrong in ("--teacher_cache=385", "--teacher_weight=1.5", "--teacher_temperature=0", "--teacher=nowhere"):
+        assert wrong in refused("train_gpt2.py", *args, wrong, f"--out_dir={tmp_path}/p") or wrong == "--teacher=nowhere"
