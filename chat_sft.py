@@ -1,10 +1,10 @@
 """
 Turns a base model into a chat model: supervised fine-tuning on conversations.
 
-    python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # {"messages": [{"role", "content"}, ...]} per
-    line torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3 python chat_sft.py
-    --print_batch=True                             # what is trained on, token by token python chat_sft.py
-    --init_from=resume --out_dir=out-chat          # resume (bit-exact)
+    python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # lines of {"messages": [{"role", "content"}]}
+    torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3
+    python chat_sft.py --print_batch=True                             # what is trained on, token by token
+    python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (bit-exact)
 
 Rows have one fixed length, max_seq_len, so the compiled model sees one shape: whole conversations are packed into
 them, with attention inside each conversation only, or with --pack=False each is padded to a row of its own. The loss
@@ -34,7 +34,7 @@ out_dir: str = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
-eval_interval: Positive = 100  # steps between evaluations; each saves a checkpoint first
+eval_interval: Positive = 100  # steps between evaluations; each, but for step 0's, saves a checkpoint first
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
@@ -117,8 +117,8 @@ if print_batch:
     raise SystemExit(0)
 
 if max_iters is None:
-    before = checkpoint["config"] if resuming else config
-    if global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
+    before = checkpoint["config"]
+    if resuming and global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
         fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another "
              f"number of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
     max_iters = math.ceil(epochs * len(train_data) / global_batch_size)
@@ -145,12 +145,7 @@ if teacher:
 
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation. Whatever has another shape, and every
 # checkpoint, uses orig_model, whose parameters are the same tensors.
-if fsdp:
-    model = compiled = load_extra("fsdp", config, "fsdp").apply_fsdp(orig_model, device, dtype, options)
-else:
-    orig_model.to(device)
-    compiled = torch.compile(orig_model, **options) if options else orig_model
-    model = runtime.wrap_ddp(compiled, device)
+model, compiled = runtime.wrap_model(orig_model, device, dtype, options, config)
 state["optimizer"] = optimizer = configure_optimizer(orig_model, config)
 
 if sparsity:
@@ -194,9 +189,11 @@ runtime.print0(f"run: {max_iters:,} steps of {global_batch_size} rows of {max_se
                f"{max_iters * global_batch_size / len(train_data):.2f} epochs; {world_size} x {device.type}, {dtype}")
 runtime.report_settings({**config, **facts["model_args"]}, overrides)
 seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
+if not resuming:
+    checkpointer.remove_old()
 log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
                      iter_num if resuming else None)
-if wandb_log or tensorboard:
+if rank == 0 and (wandb_log or tensorboard):
     log.trackers = load_extra("trackers", config, "wandb_log" if wandb_log else "tensorboard").start(config)
 if options:
     log(iter_num, event="compiled", seconds=seconds)
@@ -206,7 +203,7 @@ if options:
 token_sizes = token_bytes(tokenizer)
 runtime.catch_signals()
 while True:
-    # evaluate while a thread writes the checkpoint: whatever goes wrong here, the step is on disk
+    # a thread writes the checkpoint during the evaluation, so whatever fails in there loses no step
     done = iter_num >= max_iters
     if iter_num % eval_interval == 0 or done:
         runtime.print0("evaluating ...")
@@ -223,7 +220,7 @@ while True:
 
     # forward and backward; the gradient is that of the mean over the step's targets, of all micro-steps and ranks: the
     # order of the rows tells each rank how many they are
-    t0 = time.time()
+    t0 = time.perf_counter()
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
     loss_sum = torch.zeros((), device=device)
     targets, tokens = train_data.count_targets(loader.indices(loader.rows_seen, global_batch_size))
@@ -255,8 +252,8 @@ while True:
     optimizer.zero_grad(set_to_none=True)
 
     # log; padding is not counted as tokens
-    log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=global_batch_size, seconds=time.time() - t0,
-             clipped=0 < grad_clip < grad_norm)
+    log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=global_batch_size,
+             seconds=time.perf_counter() - t0, clipped=0 < grad_clip < grad_norm)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm, shape=list(batch["idx"].shape))
     if stopping:

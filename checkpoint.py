@@ -27,7 +27,7 @@ from tokenizer import padded_vocab_size
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights, on the Hugging Face hub
-# what a resumed run cannot change, and what is not its checkpoint's to say
+# settings that a resumed run cannot change, and those that it does not take from its checkpoint
 FIXED = ("max_seq_len", "pack", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature", "lora_rank",
          "lora_alpha", "lora_targets")
 PER_START = ("out_dir", "init_from", "overwrite", "print_batch", "chat_dir", "sanity_check")
@@ -51,21 +51,23 @@ def load_checkpoint(path, merge=True):
         return load_hf(path)
     for candidate in candidates:
         try:
-            damaged = zipfile.ZipFile(candidate).testzip()  # torch.load does not compare checksums
+            with zipfile.ZipFile(candidate) as archive:
+                damaged = archive.testzip()  # torch.load does not compare checksums
             if damaged:
                 raise ValueError(f"{damaged} in it is damaged")
             checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
             if "block_size" in checkpoint["model_args"]:
                 from export_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
-            for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
-                checkpoint[key]
+            missing = {"model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - checkpoint.keys()
+            if missing:
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = format_error(error)
             continue
         checkpoint["path"] = str(candidate)
-        if candidate.name == CHECKPOINTS[1]:
+        if path.is_dir() and candidate.name == CHECKPOINTS[1]:
             print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, {candidate}, "
                    f"step {checkpoint['iter_num']}")
         if merge and "lora" in checkpoint:
@@ -105,7 +107,7 @@ def digest_weights(facts, state_dict, rows=None):
 
 
 def check_tokenizer(where, tokenizer, checkpoint):
-    """Ends the program unless the model in a checkpoint has the tokens that the data, or the student, `where` has."""
+    """Ends the program unless the checkpoint's model has this tokenizer; `where` says whose tokenizer it is."""
     vocab_size = checkpoint["model_args"]["vocab_size"]
     if (tokenizer.name, padded_vocab_size(tokenizer)) != (checkpoint["tokenizer"], vocab_size):
         fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {checkpoint['tokenizer']} "
@@ -140,7 +142,8 @@ def start_run(config, overrides, stage):
         resume_config(config, overrides, checkpoint)
     model_args = checkpoint["model_args"]
     for name in config.keys() & model_args.keys() - {"max_seq_len", "dropout"}:
-        if overrides.get(name, model_args[name]) != model_args[name]:
+        accepted = model_args[name], checkpoint["config"].get(name)  # as built, and as given: None may stand for it
+        if name in overrides and overrides[name] not in accepted:
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
     positions = model_args["max_seq_len"]
@@ -186,7 +189,8 @@ def get_state(model, optimizer):
     if runtime.is_sharded(model):
         from extras import fsdp
         return fsdp.get_state(model, optimizer)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in kept_out(model)}
+    left_out = kept_out(model)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     return weights, optimizer.state_dict()
 
 
@@ -245,6 +249,7 @@ def link(path, name):
         except OSError:
             shutil.copyfile(path, temporary)
         os.replace(temporary, path.with_name(name))
+        temporary.unlink(missing_ok=True)  # a rename does nothing where both names are one file already
     except OSError as error:
         print(f"WARNING: {path.with_name(name)} could not be written: {error}")
 
@@ -259,7 +264,7 @@ class Checkpointer:
         config, folder = facts["config"], Path(out_dir)
         self.out_dir, self.state, self.keep_interval = out_dir, state, config["keep_interval"]
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
-        self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt
+        self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt; at first there is none, and step 0 needs none
         self.pool, self.pending = ThreadPoolExecutor(1), None
         if self.keep_interval % config["eval_interval"]:
             fail(f"--keep_interval={self.keep_interval}: expected a multiple of "
@@ -275,6 +280,12 @@ class Checkpointer:
                 os.makedirs(out_dir, exist_ok=True)
                 self.lock = FileLock(folder / "lock")
                 self.lock.acquire(blocking=False)  # its Timeout is an OSError
+
+    def remove_old(self):
+        """Removes the checkpoints of an overwritten run, once nothing can be refused any more."""
+        if runtime.rank() == 0:
+            for path in Path(self.out_dir).glob("ckpt*.pt*"):
+                path.unlink(missing_ok=True)
 
     def save(self, iter_num, again=False):
         """
@@ -353,4 +364,5 @@ class Checkpointer:
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
             link(previous, path.name)
         self.on_disk = checkpoint["iter_num"], checkpoint["val_iter"]
+        runtime.interrupt_message = f": step {self.on_disk[0]} is saved; {runtime.resume_hint(self.out_dir)}"
         return checkpoint["iter_num"]

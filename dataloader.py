@@ -154,8 +154,7 @@ class BatchLoader:
 def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank=0, world_size=1, progress=iter):
     """
     Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the
-    targets'
-    text: the same rows at every call, shared among the ranks, with the result of one rank.
+    targets' text. Every call reads the same rows; the ranks share them, and their number changes nothing.
 
     model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
     token_bytes: (V,) from tokenizer.token_bytes. progress: wraps an iterable, as tqdm does.

@@ -70,7 +70,7 @@ class GPTConfig:
 
 
 def validate_config(c):
-    """Raises ValueError, naming the field and what it accepts, for a GPTConfig whose model does not exist."""
+    """Raises ValueError, naming the field and what it accepts, for a GPTConfig that no model can be built from."""
     def expect(name, ok, accepted):
         if not ok:
             raise ValueError(f"{name}={getattr(c, name)}: {accepted}")
@@ -108,8 +108,7 @@ def validate_config(c):
 
 def attend(q, k, v, mask, dropout):
     """
-    Softmax attention. q (B, T, nh, hd), k and v (B, S, nkv, hd) -> (B, T, nh * hd); v may have another width than q
-    and k.
+    Softmax attention. q (B, T, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) -> (B, T, nh * vd).
     mask: (B, 1, T, S) bool, True where a query may look; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
@@ -123,10 +122,9 @@ def attend(q, k, v, mask, dropout):
 
 def decode_attention(q, k, v, mask, scale):
     """
-    Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) -> (B, nkv, G, vd),
-    where G
-    queries share their keys: nh / nkv heads at one position, or all heads at several. mask: bool, broadcasts to (B,
-    nkv, G, S).
+    Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) -> (B, nkv, G, vd).
+    G queries share each key: nh / nkv heads at one position, or all heads at several.
+    mask: bool, broadcast to (B, nkv, G, S).
     """
     fuse = torch.compiler.is_compiling() and q.device.type == "cpu"  # into sums that read k and v in place
     scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1) if fuse else (q @ k.transpose(2, 3)).float()
@@ -325,7 +323,7 @@ class Block(nn.Module):
         self.mlp = GPT2MLP(config) if config.arch == "gpt2" else LlamaMLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, positions=None, mask=None, cache=None):
+    def forward(self, x, rope, positions, mask, cache=None):
         x = x + self.drop(self.attn(self.ln_1(x), rope, positions, mask, cache))
         x = x + self.drop(self.mlp(self.ln_2(x)))
         return x
@@ -368,9 +366,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         dx, dweight = ctx.saved_tensors
-        if dweight is not None:
-            dweight = (dweight * grad_loss).to(dweight.dtype)
-        return (dx * grad_loss).to(dx.dtype), dweight, None
+        return dx * grad_loss, None if dweight is None else dweight * grad_loss, None
 
 
 def linear_cross_entropy(x, weight, targets):
@@ -421,8 +417,8 @@ class GPT(nn.Module):
         does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as in OpenAI's
         code.
         llama: the papers do not say; the same 0.02 (transformers' initializer_range) and the same scaled projections.
-        embed_norm: the embedding is N(0, 1); its scale does not change the output, only how fast it turns at a given
-        learning rate.
+        embed_norm: the embedding is N(0, 1). The norm hides its scale from the output; a larger scale only makes the
+        embedding's direction change more slowly at a given learning rate.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):

@@ -8,13 +8,13 @@ newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no p
 
 class MuonAdamW(torch.optim.Optimizer):
     """
-    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes the update of each matrix, for
-    one
-    group, and AdamW for the others: torch's own two, as one optimizer.
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, for one
+    group,
+    and AdamW for the others: torch's own two, as one optimizer.
 
-    The ranks share out the matrices: each updates its own and broadcasts them. Momenta stay where they are used until
-    state_dict, a collective call, gathers them. Matrices of a model sharded by FSDP are gathered and orthogonalized by
-    every rank, which keeps its part.
+    Under DDP each matrix has an owner, the rank that updates and broadcasts it. Momentum buffers stay on the owner
+    until state_dict, a collective call, gathers them. Under FSDP every rank gathers and orthogonalizes every matrix,
+    and keeps its shard.
     """
 
     def __init__(self, muon_group, adamw_groups, adamw):

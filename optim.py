@@ -12,7 +12,11 @@ def param_group_of(name, p):
     """
     if name.startswith("loss_fn."):
         return "loss_fn"
-    return "vectors" if p.dim() < 2 else "matrices" if ".h." in name else "head" if "lm_head" in name else "embeddings"
+    if p.dim() < 2:
+        return "vectors"
+    if ".h." in name:
+        return "matrices"
+    return "head" if "lm_head" in name else "embeddings"
 
 
 def configure_optimizer(model, config):
@@ -35,9 +39,9 @@ def configure_optimizer(model, config):
     for kind, rate in rates.items():
         params = [p for name, p in model.named_parameters() if p.requires_grad and param_group_of(name, p) == kind]
         if params:
-            groups.append({"params": params, "lr": learning_rate if rate is None else rate,
-                           "weight_decay": 0.0 if kind in ("vectors", "loss_fn") else config["weight_decay"],
-                           "lr_scale": 1.0 if rate is None else rate / (learning_rate or 1.0)})
+            rate = learning_rate if rate is None else rate
+            groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
+                           "weight_decay": 0.0 if kind in ("vectors", "loss_fn") else config["weight_decay"]})
     adamw = dict(lr=learning_rate, betas=(config["beta1"], config["beta2"]),
                  fused=groups[0]["params"][0].device.type in ("cpu", "cuda"))
     if muon:
@@ -60,18 +64,19 @@ def set_lr(optimizer, lr, iter_num):
 
 def build_schedule(config, max_iters):
     """
-    Returns get_lr(it), the learning rate of step `it` (0 is the first): it rises linearly over warmup_iters, then
-    cosine    falls to min_lr along half a cosine until lr_decay_iters (Loshchilov & Hutter 2017),
-    wsd       stays, then falls linearly to min_lr over the last wsd_decay_frac of lr_decay_iters: warmup-stable-decay
-              (Hu et al. 2024; the linear form: Hagele et al. 2024),
-    constant  stays.
+    Returns get_lr(it), the learning rate of step `it` (0 is the first). It rises linearly over warmup_iters, then
+
+        cosine    falls to min_lr along half a cosine until lr_decay_iters (Loshchilov & Hutter 2017),
+        wsd       stays, then falls linearly to min_lr over the last wsd_decay_frac of lr_decay_iters:
+                  warmup-stable-decay (Hu et al. 2024; the linear form: Hagele et al. 2024),
+        constant  stays.
     """
     schedule, learning_rate, min_lr, warmup_iters, wsd_decay_frac = (
         config[key] for key in ("lr_schedule", "learning_rate", "min_lr", "warmup_iters", "wsd_decay_frac"))
     decay_iters = max_iters if config["lr_decay_iters"] is None else config["lr_decay_iters"]
     if warmup_iters is None:  # chat tuning
         warmup_iters = min(100, decay_iters // 10)
-    if wsd_decay_frac == 0:
+    if schedule == "wsd" and wsd_decay_frac == 0:
         fail("--wsd_decay_frac=0.0: expected a number above 0, to 1")
     before_decay = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)
     if warmup_iters > before_decay:

@@ -43,7 +43,8 @@ def find_files(setting, files):
     """Comma-separated paths and globs, the value of `setting` -> sorted paths, each once."""
     paths = set()
     for pattern in files.split(","):
-        found = glob.glob(os.path.expanduser(pattern.strip()), recursive=True)
+        pattern = os.path.expanduser(pattern.strip())
+        found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
         if not found:
             fail(f"--{setting}={files}: no such file: {pattern}")
         paths |= set(map(os.path.normpath, found))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from configurator import fail, format_error, one_line_errors
+from configurator import fail, format_error, load_extra
 from model import IGNORE
 
 # -----------------------------------------------------------------------------
@@ -50,9 +50,12 @@ def init_process(device):
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     elif world_size > 1 and device != "cpu":
         fail(f"--device={device}: torchrun needs cuda, which gives each rank a GPU of its own, or cpu")
-    with one_line_errors(f"--device={device}", "expected auto, cpu, cuda, cuda:N or mps, and a device that is here"):
+    try:
         torch.empty(1, device=device)
-        device = torch.device(device)
+    except Exception as error:  # maybe on this rank alone: more ranks than GPUs
+        fail(f"--device={device}: {format_error(error)}; expected auto, cpu, cuda, cuda:N or mps, and a device that is "
+             f"here, for each rank one", alone=True)
+    device = torch.device(device)
     torch.set_float32_matmul_precision("high")  # TF32
     cuda = device.type == "cuda"
     if cuda:
@@ -83,7 +86,7 @@ def local_grad_accum_steps(gradient_accumulation_steps, world_size):
 
 def all_reduce(first, *more):
     """Sums over the ranks of a scalar tensor and of more numbers, as floats."""
-    values = torch.stack([first, *(first.new_tensor(value) for value in more)])
+    values = torch.stack([first, *(torch.as_tensor(value).to(first) for value in more)])
     if dist.is_initialized():
         dist.all_reduce(values)
     return values.tolist()
@@ -115,7 +118,7 @@ PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
     "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12,
     "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
-    "MI250X": 191.5e12}  # MI250X: is two devices
+    "MI250X": 191.5e12}  # one of the two devices that an MI250X is to torch
 
 
 def peak_flops(device, dtype):
@@ -178,7 +181,8 @@ def catch_signals():
 
 
 def resume_hint(out_dir):
-    return f"resume with python {shlex.quote(sys.argv[0])} --init_from=resume --out_dir={shlex.quote(str(out_dir))}"
+    start = "torchrun ..." if "RANK" in os.environ else "python"
+    return f"resume with {start} {shlex.quote(sys.argv[0])} --init_from=resume --out_dir={shlex.quote(str(out_dir))}"
 
 
 def excepthook(kind, error, tb):
@@ -226,24 +230,31 @@ def wrap_ddp(model, device):
     """The model in DistributedDataParallel, under torchrun."""
     if not dist.is_initialized():
         return model
-    # the model's buffers are constants, or summed when they are logged; this argument has another name since torch
-    # 2.13
+    # buffers are constants, or sums that are reduced when logged: none is broadcast. torch 2.13 renamed this
     names = "forward_sync_buffers", "broadcast_buffers"
     sync_buffers = next(name for name in names if name in signature(DDP).parameters)
     return DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
                **{sync_buffers: False})
 
 
+def wrap_model(orig_model, device, dtype, options, config):
+    """Compiles and distributes a model. Returns the one that trains, and the one that evaluates, without DDP."""
+    if config["fsdp"]:
+        return [load_extra("fsdp", config, "fsdp").apply_fsdp(orig_model, device, dtype, options)] * 2
+    orig_model.to(device)
+    compiled = torch.compile(orig_model, **options) if options else orig_model
+    return wrap_ddp(compiled, device), compiled
+
+
 def warm_up(model, compiled, optimizer, batch, autocast, options):
     """
-    Compiles the graphs of training and evaluation: one that is compiled later is a recompile. DDP, too, settles the
-    layout
-    of its gradients after a first backward: it is the order in which three ranks or more sum them, so a resumed run
-    needs it as well. Returns seconds.
+    Compiles the graphs of training and evaluation: one that is compiled later counts as a recompile. DDP needs the
+    backward as well: its first one fixes the gradient buckets, and from three ranks on their layout is the order of
+    summation, so a resumed run would otherwise differ in the last bits. Returns seconds, or None if nothing was to do.
     """
     if not options and not dist.is_initialized():
         return None
-    start = time.time()
+    start = time.perf_counter()
     if options:
         print0("compiling ...")
     batch = {**batch, "targets": torch.full_like(batch["targets"], IGNORE)}
@@ -257,8 +268,8 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
         compiled.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
     compiled.train()
     if options:
-        print0(f"compiled in {time.time() - start:.0f} s")
-    return time.time() - start
+        print0(f"compiled in {time.perf_counter() - start:.0f} s")
+    return time.perf_counter() - start
 
 
 def graphs_compiled():
@@ -315,8 +326,7 @@ class Logger:
         self.skipped, self.recompiles, self.graphs = 0, 0, graphs_compiled()
         if rank() == 0:
             if resumed_at is None:  # what an overwritten run left
-                for path in [*self.path.parent.glob("ckpt*.pt*"), self.path]:
-                    path.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
             (self.path.parent / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if resumed_at is not None:
             print0(f"resumed at step {resumed_at}, {loader.rows_seen:,} rows seen")

@@ -29,7 +29,7 @@ out_dir: str = "out"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "scratch"  # scratch | resume | auto (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
-eval_interval: Positive = 500  # steps between evaluations; each saves a checkpoint first
+eval_interval: Positive = 500  # steps between evaluations; each, but for step 0's, saves a checkpoint first
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 are 1M tokens
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
@@ -60,7 +60,7 @@ q_lora_rank: Optional[int] = None  # mla, llama: latent width of queries; None: 
 qk_nope_head_dim: Optional[int] = None  # mla: query width without the rotated part; None: the rest of n_embd / n_head
 qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
 v_head_dim: Optional[int] = None  # mla: None: n_embd / n_head
-dropout: float = 0.0  # on embeddings, attention weights and residual branches
+dropout: BelowOne = 0.0  # on embeddings, attention weights and residual branches
 recompute: bool = False  # activation checkpointing: less memory, a third slower
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices; adamw_spam: clips spikes
@@ -117,6 +117,7 @@ loader = BatchLoader(train_data, batch_size, seed, rank, world_size, device)
 torch.manual_seed(seed)  # the same weights on every rank
 model_args = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
 model_args["vocab_size"] = padded_vocab_size(tokenizer)
+from_scratch = checkpoint is None
 if checkpoint:
     model_args["max_seq_len"] = checkpoint["model_args"]["max_seq_len"]
 with one_line_errors(errors=ValueError):
@@ -128,7 +129,8 @@ orig_model.recompute = recompute
 
 # -----------------------------------------------------------------------------
 # Optional features attach to these. state: what a checkpoint holds, anything with a state_dict. gradient_hooks: called
-# with iter_num before clipping. metrics: return a dict for the log. eval_hooks: called at each evaluation.
+# with iter_num after set_lr and before clipping; they may change gradients and learning rates. metrics: functions that
+# return a dict for the log. eval_hooks: called at each evaluation.
 state, gradient_hooks, metrics, eval_hooks = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, [], [], []
 if scaler.is_enabled():
     metrics.append(lambda: {"loss_scale": scaler.get_scale()})
@@ -140,12 +142,7 @@ if teacher:
 
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation. Whatever has another shape, and every
 # checkpoint, uses orig_model, whose parameters are the same tensors.
-if fsdp:
-    model = compiled = load_extra("fsdp", config, "fsdp").apply_fsdp(orig_model, device, dtype, options)
-else:
-    orig_model.to(device)
-    compiled = torch.compile(orig_model, **options) if options else orig_model
-    model = runtime.wrap_ddp(compiled, device)
+model, compiled = runtime.wrap_model(orig_model, device, dtype, options, config)
 state["optimizer"] = optimizer = configure_optimizer(orig_model, config)
 
 if sparsity:
@@ -180,19 +177,21 @@ if teacher:
     distillation.attach(loader, (max_iters - iter_num) * global_batch_size, data_dir)
 if sanity_check:
     sanity = load_extra("sanity", config, "sanity_check")
-    sanity.check(orig_model, loader.peek(), optimizer, autocast, init_from in ("scratch", "auto"), world_size)
+    sanity.check(orig_model, loader.peek(), optimizer, autocast, from_scratch, world_size)
 
 runtime.print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
-data: {data_dir}, {train_data.tokens:,} tokens in {len(train_data):,} rows of {max_seq_len}, but for \
-{train_data.dropped_tokens:,} at the ends of shards; {val_data.tokens:,} tokens for validation
+data: {data_dir}, {train_data.tokens:,} tokens: {len(train_data):,} rows of {max_seq_len}, and \
+{train_data.dropped_tokens:,} left over at the ends of shards; {val_data.tokens:,} tokens for validation
 run: {max_iters:,} steps of {tokens_per_step:,} tokens, {max_iters * global_batch_size / len(train_data):.2f} epochs; \
 {world_size} x {device.type}, {dtype}""")
 runtime.report_settings(config, overrides)
 seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
+if not resuming:
+    checkpointer.remove_old()
 log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
                      iter_num if resuming else None)
-if wandb_log or tensorboard:
+if rank == 0 and (wandb_log or tensorboard):
     log.trackers = load_extra("trackers", config, "wandb_log" if wandb_log else "tensorboard").start(config)
 if options:
     log(iter_num, event="compiled", seconds=seconds)
@@ -202,7 +201,7 @@ if options:
 token_sizes = token_bytes(tokenizer)
 runtime.catch_signals()
 while True:
-    # evaluate while a thread writes the checkpoint: whatever goes wrong here, the step is on disk
+    # a thread writes the checkpoint during the evaluation, so whatever fails in there loses no step
     done = iter_num >= max_iters
     if iter_num % eval_interval == 0 or done:
         runtime.print0("evaluating ...")
@@ -218,7 +217,7 @@ while True:
         break
 
     # forward and backward; the gradient is that of the mean over the step's tokens
-    t0 = time.time()
+    t0 = time.perf_counter()
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
@@ -250,7 +249,7 @@ while True:
 
     # log
     log.step(loss_sum=loss_sum, targets=tokens_per_step, tokens=tokens_per_step, rows=global_batch_size,
-             seconds=time.time() - t0, clipped=0 < grad_clip < grad_norm)
+             seconds=time.perf_counter() - t0, clipped=0 < grad_clip < grad_norm)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm)
     if stopping:

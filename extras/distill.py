@@ -37,9 +37,9 @@ class DistillLoss(torch.autograd.Function):
     q = softmax(u s):
         d T^2 KL(p || q) / ds = T (q - p)
         d KL / du = sum p (t - E_p t) (log p - log q) - (E_p s - E_q s)
-    All of it is linear in s and log q where p is constant over many ids. So the ids that a cache leaves out, which
-    share their probability evenly, are one more place, with the mean of their logits, and a cached row costs k places
-    and not V.
+    Over ids with equal p all of this needs only the sum of s, because log q is u s plus a constant. So the ids that a
+    cache leaves out, which share their probability evenly, are treated as one place with their mean logit: k + 1 places
+    instead of V.
     """
 
     @staticmethod
@@ -101,8 +101,8 @@ class DistillLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _):
         dx, dweight, dT = ctx.saved_tensors
-        dweight = None if dweight is None else (dweight * grad_loss).to(dweight.dtype)
-        return (dx * grad_loss).to(dx.dtype), dweight, None, None, dT * grad_loss, *[None] * 4
+        dweight = None if dweight is None else dweight * grad_loss
+        return dx * grad_loss, dweight, None, None, dT * grad_loss, *[None] * 4
 
 
 class Distillation(nn.Module):
@@ -122,12 +122,13 @@ class Distillation(nn.Module):
             self.log_temperature = nn.Parameter(log_T)
         else:
             self.register_buffer("log_temperature", log_T, persistent=False)
-        self.register_buffer("sums", torch.zeros(3, device=device), persistent=False)  # CE, KL, targets since the last log
+        self.register_buffer("sums", torch.zeros(3, device=device), persistent=False)  # CE, KL, targets
         self.autocast = runtime.autocast(device, dtype)
         net, checkpoint = load_model(config["teacher"], "cpu")
         check_tokenizer("the student", dataset.tokenizer, checkpoint)
         if dataset.max_seq_len > net.config.max_seq_len:
-            fail(f"--max_seq_len={dataset.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most that")
+            fail(f"--max_seq_len={dataset.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at "
+                 f"most that")
         self.digest = digest_weights({**checkpoint["model_args"], "dropout": 0.0}, net.state_dict())
         runtime.print0(f"teacher: {describe_model(config['teacher'], checkpoint)}")
         net.requires_grad_(False)
@@ -142,13 +143,15 @@ class Distillation(nn.Module):
         def teacher_forward(batch):
             with self.autocast:
                 hidden = hidden_states(batch["idx"], batch.get("positions"), batch.get("mask"))
-            # clone: with reduce-overhead the next call overwrites it
+            # clone: with reduce-overhead the next call overwrites it. The head is whole under FSDP, too: it belongs to
+            # the root, which stays gathered after its forward
             return {"teacher_hidden": hidden.clone(), "teacher_head": net.lm_head.weight}
 
         self.teacher_forward = teacher_forward
         model.loss_fn = self
 
-    def forward(self, x, weight, targets, teacher_hidden=None, teacher_head=None, teacher_log_probs=None, teacher_ids=None):
+    def forward(self, x, weight, targets, teacher_hidden=None, teacher_head=None, teacher_log_probs=None,
+                teacher_ids=None):
         """
         Sum of (1 - w) cross entropy + w T^2 KL(teacher || student), both softened by T, over targets that are not
         IGNORE. T^2 keeps the gradient's size as T varies. x (N, C), weight (V, C), targets (N,) as in
@@ -182,7 +185,7 @@ class Distillation(nn.Module):
         self.teacher_forward = None  # frees its memory
 
     def metrics(self):
-        ce, kl, n = runtime.all_reduce(*self.sums)
+        ce, kl, n = runtime.all_reduce(self.sums[0], *self.sums[1:].tolist())
         self.sums.zero_()
         return {"ce_loss": ce / max(n, 1), "kl_loss": kl / max(n, 1), "temperature": self.log_temperature.exp().item()}
 
@@ -191,9 +194,10 @@ class Distillation(nn.Module):
 
     def load_state_dict(self, state):
         if state["digest"] != self.digest:
-            raise ValueError("--teacher: the run was started with another one; to train its weights with this one start a "
-                             "new run with --init_from=...")
-        self.log_temperature.data.fill_(state["log_temperature"])
+            raise ValueError("--teacher: the run was started with another one; to train its weights with this one "
+                             "start a new run with --init_from=...")
+        if learn_temperature:  # a fixed one is a setting, which may change on resume
+            self.log_temperature.data.fill_(state["log_temperature"])
 
 
 class TeacherCache:
@@ -250,4 +254,5 @@ class TeacherCache:
         if not rows["done"].all():
             fail(f"{self.rows.filename}: a row is missing (a run that was rolled back needs more than planned); "
                  f"--init_from=resume adds it", alone=True)
-        return {"teacher_log_probs": np.ascontiguousarray(rows["log_probs"]), "teacher_ids": rows["ids"].astype(np.int64)}
+        return {"teacher_log_probs": np.ascontiguousarray(rows["log_probs"]),
+                "teacher_ids": rows["ids"].astype(np.int64)}

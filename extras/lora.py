@@ -81,10 +81,10 @@ class Lora:
         else:
             absolute = path if path in GPT2_MODELS and not os.path.exists(path) else os.path.abspath(path)
             if os.path.dirname(absolute) == os.path.abspath(out_dir):
-                fail(f"--out_dir={out_dir}: holds {path}, the base of this LoRA run, which its checkpoints do not contain; "
-                     f"give another folder")
+                fail(f"--out_dir={out_dir}: holds {path}, the base of this LoRA run, which its checkpoints do not "
+                     f"contain; give another folder")
             if "lora" in checkpoint:
-                fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from its folder")
+                fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")
             self.base = {"alpha": lora_alpha, "path": path, "absolute": absolute,
                          "fingerprint": fingerprint(checkpoint)}
         n_params = sum(p.numel() for p in model.parameters())

@@ -45,7 +45,8 @@ def draw(path, picture):
                               label=f"val loss, last {points[1][-1]:.3f}")
         elif key in axes:
             axes[key].plot(*points, linewidth=0.9)
-    labels = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tok_per_sec": "tokens/s"}
+    labels = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm",
+              "tok_per_sec": "tokens/s"}
     for key, label in labels.items():
         axes[key].set_ylabel(label)
         axes[key].grid(alpha=0.3)
@@ -68,8 +69,10 @@ def plot_hook(out_dir):
         if runtime.rank() == 0 and not warned:
             try:
                 draw(Path(out_dir) / "log.jsonl", f"{out_dir}/loss.png")
-            except (ImportError, OSError) as error:  # a full disk is no reason to stop
+            except ImportError as error:
                 warned = True
                 print(f"{out_dir}/loss.png is not drawn: {error} (pip install matplotlib)")
+            except OSError as error:  # a full disk is no reason to stop
+                print(f"{out_dir}/loss.png is not drawn: {error}")
         return {}
     return hook

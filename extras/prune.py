@@ -28,7 +28,7 @@ class Pruner:
     """
 
     def __init__(self, model, optimizer, config, max_iters, checkpoint=None):
-        self.optimizer, self.sparsity, self.step = optimizer, config["sparsity"], 0
+        self.optimizer, self.sparsity, self.step, self.last = optimizer, config["sparsity"], 0, 0
         # begin when weights have left their initialisation, end while the rate is high enough to make up for it
         self.begin = max_iters // 10 if prune_begin is None else prune_begin
         self.end = max(1, 3 * max_iters // 4) if prune_end is None else prune_end
@@ -38,8 +38,8 @@ class Pruner:
         if prune_by == "state" and config["optimizer"] == "muon":
             fail("--prune_by=state: --optimizer=muon has no second moments of the hidden matrices; expected magnitude")
         if config["fsdp"] or config.get("lora_rank"):
-            fail(f"--sparsity={self.sparsity}: not with --fsdp=True, where no rank has a whole matrix to sort, nor with "
-                 f"--lora_rank, which freezes the matrices")
+            fail(f"--sparsity={self.sparsity}: not with --fsdp=True, where no rank has a whole matrix to sort, nor "
+                 f"with --lora_rank, which freezes the matrices")
         self.params = {name: p for name, p in model.named_parameters() if param_group_of(name, p) == "matrices"}
         self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.params.items()}
         if checkpoint and "masks" in checkpoint:
@@ -49,18 +49,18 @@ class Pruner:
                 fail(f"--sparsity={self.sparsity}: {self.metrics()['sparsity']:.4f} of this model's weights are pruned "
                      f"already; give at least that")
         optimizer.register_step_post_hook(lambda *_: self.prune())
-        print0(f"pruning: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval}, by {prune_by}, "
-               f"{prune_scope}" + (f"; the run ends before that, at step {max_iters}" if max_iters < self.end else ""))
+        print0(f"pruning: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval}, by {prune_by} "
+               f"({prune_scope})" + (f"; the run ends before that, at step {max_iters}" if max_iters < self.end else ""))
 
     def mask_gradients(self, iter_num):
-        """Zeros the gradients of pruned weights, so that they count in no norm and no momentum."""
+        """Zeros the gradients of pruned weights, so they count in no norm or momentum; notes the step for prune."""
         self.step = iter_num + 1
         for name, mask in self.masks.items():
             self.params[name].grad.masked_fill_(mask, 0.0)
 
     def sparsity_at(self, step):
         """The share of weights to be pruned after `step` steps."""
-        progress = min(1.0, max(0.0, (step - self.begin) / max(self.end - self.begin, 1))) if step < self.end else 1.0
+        progress = 1.0 if step >= self.end else max(0, step - self.begin) / max(1, self.end - self.begin)
         return self.sparsity * (1 - (1 - progress) ** 3)
 
     def score(self, name):
@@ -74,7 +74,9 @@ class Pruner:
         together, which then differ in sparsity. Equal scores go in order, so ranks with the same weights have the
         same masks.
         """
-        if self.step >= self.end or self.step > self.begin and (self.step - self.begin) % self.interval == 0:
+        at = min(self.step, self.end)
+        if at > self.last and (at == self.end or at > self.begin and (at - self.begin) % self.interval == 0):
+            self.last = at
             for names in [list(self.masks)] if prune_scope == "global" else [[name] for name in self.masks]:
                 pruned = torch.cat([self.masks[name].flatten() for name in names])
                 count = round(self.sparsity_at(self.step) * len(pruned))
@@ -95,5 +97,6 @@ class Pruner:
         return self.masks
 
     def load_state_dict(self, masks):
+        self.last = 0
         for name, mask in masks.items():
             self.masks[name].copy_(mask)

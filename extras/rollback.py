@@ -1,5 +1,5 @@
 """
-Rolls a run back to its last checkpoint when the loss or the gradient norm spikes, and goes on with fresh data.
+Rolls a run back to its last checkpoint when the loss or the gradient norm spikes, and continues with fresh data.
 
 Also ends a run after max_faults consecutive anomalies, skipped steps among them.
 """
@@ -24,17 +24,20 @@ class SpikeGuard:
     def detect_spike(self, iter_num, loss, grad_norm):
         """
         Describes the anomaly of a step, or returns None. A loss (nats per target) or gradient norm is one if it is not
-        finite, or over spike_loss or spike_norm times its moving average over about 100 steps, from the 50th on.
-        Counts anomalies until a good step beyond the last: a run that is rolled back and fails at the same place makes
-        no progress. An overflow under float16 is none: the loss scale finds its range that way.
+        finite or, from the 50th step on, over spike_loss or spike_norm times its average over about 100 steps. An
+        overflow under float16 is none: the loss scale finds its range that way. Anomalies are counted until a step
+        later
+        than the last one succeeds: a run that rolls back and fails there again makes no progress.
         """
-        stats, anomaly = self.stats, None
-        overflow = self.scaler.is_enabled() and not math.isfinite(grad_norm)
+        stats, anomaly, self.spike = self.stats, None, False
+        # below a scale of 1 float16 is no longer looking for its range
+        overflow = self.scaler.is_enabled() and not math.isfinite(grad_norm) and self.scaler.get_scale() >= 1
         values = {"loss": loss} if overflow else {"loss": loss, "norm": grad_norm}
         for name, value in values.items():
             if not math.isfinite(value):
                 anomaly = f"its {name} is not finite"
             elif self.limits[name] and stats["steps"] >= 50 and value > self.limits[name] * stats[name]:
+                self.spike = True
                 anomaly = (f"its {name}, {value:.4g}, is a spike: over {self.limits[name]:g} times its average, "
                            f"{stats[name]:.4g}")
         if anomaly:
@@ -52,16 +55,16 @@ class SpikeGuard:
         """Whether the step is to be taken back; one that is merely not finite is the loop's to skip."""
         self.anomaly = self.detect_spike(iter_num, loss, grad_norm)
         if self.anomaly and self.stats["faults"] >= max_faults:
-            fail(f"step {iter_num}: {self.anomaly}, the {self.stats['faults']}th anomaly in a row: stopped. "
-                 + (f"The last good checkpoint is in {self.out_dir}" if has_checkpoint(self.out_dir) else "Nothing is saved")
-                 + "; try a lower --learning_rate")
-        return self.anomaly is not None and "spike" in self.anomaly
+            saved = f"the last good one is in {self.out_dir}" if has_checkpoint(self.out_dir) else "none is saved"
+            fail(f"step {iter_num}: {self.anomaly}, anomaly number {self.stats['faults']} in a row: stopped. Of the "
+                 f"checkpoints {saved}; try a lower --learning_rate")
+        return self.spike
 
     def recover(self, iter_num, checkpointer, log):
         """
         Restores the last checkpoint, or skips the step if there is none. Returns the next iter_num. Data moves on.
         """
-        if not has_checkpoint(self.out_dir):
+        if checkpointer.on_disk[0] == 0:  # nothing is saved yet, as every rank knows
             log.skipped += 1
             print0(f"WARNING: step {iter_num}: {self.anomaly}: it is skipped, {log.skipped} so far")
             return iter_num + 1
@@ -69,6 +72,8 @@ class SpikeGuard:
         print0(f"WARNING: step {iter_num}: {self.anomaly}: rolled back to step {restored}; the data moves on")
         self.stats["calm_until"] = restored + 100
         self.rollbacks += 1
+        checkpointer.save(restored, again=True)  # with the data moved on and the anomaly counted
+        checkpointer.wait()
         log(restored, event="rollback")
         return restored
 

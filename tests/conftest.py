@@ -178,6 +178,15 @@ def patched(folder, script, patch):
     return folder / "patched.py"
 
 
+def fail_writes(steps):
+    """A patch: write_checkpoint fails at these steps, once for each mention, and the pause after it is short."""
+    return (f"write, sleep, steps = checkpoint.write_checkpoint, time.sleep, {steps}\n"
+            f"def failing(out_dir, contents, *rest):\n"
+            f"    if contents['iter_num'] not in steps:\n        return write(out_dir, contents, *rest)\n"
+            f"    steps.remove(contents['iter_num'])\n    return False\n"
+            f"checkpoint.write_checkpoint, time.sleep = failing, lambda seconds: sleep(min(seconds, 0.1))\n")
+
+
 def refused(script, *args):
     """Starts a script with a user's mistake: exit code 2 and one line, which is returned."""
     output = run(script, *args, code=2)

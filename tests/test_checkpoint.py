@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import checkpoint as checkpoints
-from conftest import ROOT, TINY, Program, damage, load, one_line_or_works, patched, refused, run, same
+from conftest import ROOT, TINY, Program, damage, fail_writes, load, one_line_or_works, patched, refused, run, same
 from model import GPT, GPTConfig
 
 ARGS = [*TINY, "--sample_tokens=0"]
@@ -99,18 +99,9 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_last_save_that_fails_is_tried_again_by_all_ranks(shards, tmp_path, ranks):
-    program = patched(tmp_path, "train_gpt2.py", fail_writes([3, 3]) + "time.sleep = lambda seconds: None")
+    program = patched(tmp_path, "train_gpt2.py", fail_writes([3, 3]))
     output = run(program, *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=3", ranks=ranks)
     assert output.count("trying again in 30 seconds") == 1 and load(tmp_path / "o")["iter_num"] == 3
-
-
-def fail_writes(steps):
-    """A patch: write_checkpoint fails, once for each entry, at these steps."""
-    return ("write, steps = checkpoint.write_checkpoint, " + repr(steps) + "\n"
-            "def failing(out_dir, contents, *rest):\n"
-            "    if contents['iter_num'] not in steps:\n        return write(out_dir, contents, *rest)\n"
-            "    steps.remove(contents['iter_num'])\n    return False\n"
-            "checkpoint.write_checkpoint = failing\n")
 
 
 def test_the_last_evaluation_is_in_the_last_checkpoint_whatever_happened(shards, tmp_path):

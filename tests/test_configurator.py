@@ -1,17 +1,18 @@
-"""Settings from files and flags: what is taken, what is refused, and how it is said."""
+"""Settings from files and flags: what is accepted and what is refused, in which words; settings of extras."""
 import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from configurator import configure
-
-ROOT = Path(__file__).resolve().parent.parent
+import configurator
+from configurator import configure, extra_settings, fail, load_extra, one_line_errors
+from conftest import ROOT
 
 SCRIPT = '''
 """A script with a setting of each type."""
@@ -22,8 +23,8 @@ from configurator import configure
 
 steps: int = 10  # how many, at most
 rate: float = 0.5  # how fast
-shuffle: bool = True  # in another order each time
-name: str = "run"  # called so
+shuffle: bool = True  # in a new order each time
+name: str = "run"  # of the run
 limit: Optional[int] = None  # None: all
 label: Optional[str] = "x"
 mode: Literal["slow", "fast"] = "slow"  # of the two
@@ -33,8 +34,8 @@ not_annotated = 1
 _hidden: int = 1
 
 if __name__ == "__main__":
-    config, given = configure(globals())
-    print(json.dumps([config, given, {key: globals()[key] for key in config}]))
+    config, overrides = configure(globals())
+    print(json.dumps([config, overrides, {key: globals()[key] for key in config}]))
 '''
 DEFAULTS = {"steps": 10, "rate": 0.5, "shuffle": True, "name": "run", "limit": None, "label": "x", "mode": "slow",
             "width": 8, "backend": None}
@@ -76,7 +77,7 @@ def refusal(script, capsys, *argv):
 
 
 # ---------------------------------------------------------------------------------------------------
-# what is taken
+# what is accepted
 
 FLAGS = [("--steps=3", 3), ("--steps=-3", -3), ("--rate=3e-4", 3e-4), ("--rate=2", 2.0), ("--rate=-.5", -0.5),
          ("--shuffle=False", False), ("--shuffle=true", True), ("--name=a b", "a b"), ("--name=a=b=c", "a=b=c"),
@@ -86,24 +87,25 @@ FLAGS = [("--steps=3", 3), ("--steps=-3", -3), ("--rate=3e-4", 3e-4), ("--rate=2
 
 
 @pytest.mark.parametrize("flag, value", FLAGS)
-def test_a_flag_is_taken(script, flag, value):
+def test_a_flag_is_accepted(script, flag, value):
     setting = flag[2:].split("=")[0]
-    config, given = configure(vars(script), argv=[flag])
-    assert given == {setting: value}
+    config, overrides = configure(vars(script), argv=[flag])
+    assert overrides == {setting: value}
     assert config == {**DEFAULTS, setting: value}
     assert type(config[setting]) is type(value)
     assert {key: getattr(script, key) for key in DEFAULTS} == config
 
 
 @pytest.mark.parametrize("line, value", [
-    ("steps = 2 * 3", 6), ("rate = 3e-4", 3e-4), ("rate = 1", 1.0), ("shuffle = False", False), ("name = 'a=b'", "a=b"),
-    ("limit = 5", 5), ("limit = None", None), ("label = None", None), ("label = 'y'", "y"), ("mode = 'fast'", "fast"),
+    ("steps = 2 * 3", 6), ("rate = 3e-4", 3e-4), ("rate = 1", 1.0), ("shuffle = False", False),
+    ("name = 'a=b'", "a=b"), ("limit = 5", 5), ("limit = None", None), ("label = None", None), ("label = 'y'", "y"),
+    ("mode = 'fast'", "fast"),
     ("width = 16", 16), ("backend = 'eager'", "eager"), ("backend = None", None), ("steps: int = 4", 4)])
-def test_an_assignment_in_a_file_is_taken(script, line, value):
+def test_an_assignment_in_a_file_is_accepted(script, line, value):
     setting = line.split()[0].strip(":")
     Path("a.py").write_text(f"import math\n_helper = 3  # names like this are the file's own\n{line}\n")
-    config, given = configure(vars(script), argv=["a.py"])
-    assert given == {setting: value}
+    config, overrides = configure(vars(script), argv=["a.py"])
+    assert overrides == {setting: value}
     assert config == {**DEFAULTS, setting: value}
     assert type(config[setting]) is type(value)
     assert {key: getattr(script, key) for key in DEFAULTS} == config
@@ -116,18 +118,18 @@ def test_nothing_given_leaves_the_defaults(script):
 def test_files_first_then_flags_and_later_wins(script):
     Path("a.py").write_text("steps = 1\nrate = 1.0\nname = 'a'\nlimit = 1\n")
     Path("b.py").write_text("rate = 2.0\nname = 'b'\n")
-    config, given = configure(vars(script), argv=["--name=flag", "a.py", "--limit=7", "b.py", "--limit=8"])
-    assert given == {"steps": 1, "rate": 2.0, "name": "flag", "limit": 8}
-    assert config == {**DEFAULTS, **given}
+    config, overrides = configure(vars(script), argv=["--name=flag", "a.py", "--limit=7", "b.py", "--limit=8"])
+    assert overrides == {"steps": 1, "rate": 2.0, "name": "flag", "limit": 8}
+    assert config == {**DEFAULTS, **overrides}
     assert configure(vars(script), argv=["b.py", "a.py"])[1]["rate"] == 1.0
 
 
 def test_a_started_script_reads_its_command_line(script):
     Path("a.py").write_text("mode = 'fast'\nlimit = 3\n")
     done = run_script("--limit=4", "a.py", "--name=a=b", "--rate=3e-4")
-    given = {"mode": "fast", "limit": 4, "name": "a=b", "rate": 3e-4}
+    overrides = {"mode": "fast", "limit": 4, "name": "a=b", "rate": 3e-4}
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == [{**DEFAULTS, **given}, given, {**DEFAULTS, **given}]
+    assert json.loads(done.stdout) == [{**DEFAULTS, **overrides}, overrides, {**DEFAULTS, **overrides}]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -147,11 +149,13 @@ def test_a_wrong_value_in_a_flag_is_refused(script, capsys, key, value, parts):
 
 
 @pytest.mark.parametrize("key, value, parts", [
-    ("steps", "True", ["an int", "bool True"]), ("steps", "2.0", ["an int", "float 2.0"]), ("steps", "'2'", ["an int", "str '2'"]),
-    ("steps", "None", ["an int"]), ("rate", "'3e-4'", ["a finite float", "str '3e-4'"]), ("rate", "True", ["a finite float"]),
+    ("steps", "True", ["an int", "bool True"]), ("steps", "2.0", ["an int", "float 2.0"]),
+    ("steps", "'2'", ["an int", "str '2'"]), ("steps", "None", ["an int"]),
+    ("rate", "'3e-4'", ["a finite float", "str '3e-4'"]), ("rate", "True", ["a finite float"]),
     ("rate", "float('nan')", ["a finite float", "nan"]), ("rate", "float('inf')", ["a finite float", "inf"]),
-    ("rate", "10 ** 400", ["a finite float"]), ("shuffle", "1", ["True or False", "int 1"]), ("shuffle", "None", ["True or False"]),
-    ("name", "None", ["a string", "NoneType None"]), ("name", "b'x'", ["a string"]), ("limit", "False", ["an int or None"]),
+    ("rate", "10 ** 400", ["a finite float"]), ("shuffle", "1", ["True or False", "int 1"]),
+    ("shuffle", "None", ["True or False"]), ("name", "None", ["a string", "NoneType None"]),
+    ("name", "b'x'", ["a string"]), ("limit", "False", ["an int or None"]),
     ("mode", "'FAST'", ["'slow', 'fast'", "'FAST'"]), ("width", "8.0", ["8, 16"]), ("width", "True", ["8, 16"]),
     ("backend", "str", ["'default', 'eager' or None"]), ("steps", "[1,\n2]", ["an int", "[1, 2]"]),
     ("name", "3, 'a\\nb'", ["a string"])])
@@ -162,7 +166,8 @@ def test_a_wrong_value_in_a_file_is_refused(script, capsys, key, value, parts):
 
 
 @pytest.mark.parametrize("flag, nearest", [
-    ("--step=5", "--steps"), ("--raet=1", "--rate"), ("--zzzzz=1", None), ("--not_annotated=2", None), ("--_hidden=2", None),
+    ("--step=5", "--steps"), ("--raet=1", "--rate"), ("--zzzzz=1", None), ("--not_annotated=2", None),
+    ("--_hidden=2", None),
     ("--json=1", None), ("--__file__=x", None), ("--=5", None), ("--Steps=5", "--steps")])
 def test_a_wrong_key_in_a_flag_is_refused(script, capsys, flag, nearest):
     line = refusal(script, capsys, "--name=other", flag)
@@ -193,7 +198,7 @@ def test_a_flag_without_a_value_is_refused(script, capsys, flag):
     assert ("did you mean --steps?" in line) == (flag == "-steps=5")
 
 
-def test_a_value_behind_a_blank_is_refused(script, capsys):
+def test_a_value_after_a_space_is_refused(script, capsys):
     assert "--name=value" in refusal(script, capsys, "--steps", "5")
 
 
@@ -230,13 +235,33 @@ def test_a_started_script_ends_with_one_line_and_code_2(script):
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-def test_of_many_ranks_the_first_of_a_machine_says_it(script, capsys, monkeypatch):
+def test_of_many_ranks_only_the_first_of_a_machine_prints(script, capsys, monkeypatch):
     for rank, said in ("0", True), ("1", False):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as stop:
             configure(vars(script), argv=["--raet=1"])
         assert stop.value.code == 2
         assert ("raet" in capsys.readouterr().err) == said
+
+
+def test_an_error_is_one_line_with_its_place_and_what_to_do(capsys):
+    for error, text in ((ValueError("two\nlines"), "two lines"), (KeyError("x"), "KeyError: 'x'"),
+                        (OSError("disk"), "OSError: disk")):
+        with pytest.raises(SystemExit) as stop, one_line_errors("a.json", "make it again"):
+            raise error
+        assert stop.value.code == 2 and capsys.readouterr().err == f"error: a.json: {text}; make it again\n"
+    with pytest.raises(KeyError), one_line_errors("a.json", errors=OSError):
+        raise KeyError
+    with pytest.raises(SystemExit) as stop, one_line_errors("a.json"):
+        raise SystemExit(3)
+    assert stop.value.code == 3
+
+
+def test_a_rank_that_may_be_the_only_one_to_fail_prints(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        fail("a shard of this rank", alone=True)
+    assert capsys.readouterr().err == "error: a shard of this rank\n"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -248,9 +273,10 @@ def test_help_lists_every_setting_with_default_and_comment(script):
         assert (done.returncode, done.stderr) == (0, "")
         lines = [line.strip() for line in done.stdout.splitlines()]
         assert lines[0] == "A script with a setting of each type."
-        for key, default, comment in (("steps", 10, "how many, at most"), ("rate", 0.5, "how fast"), ("label", "x", ""),
-                                      ("limit", None, "None: all"), ("mode", "slow", "of the two"), ("width", 8, ""),
-                                      ("shuffle", True, "in another order each time"), ("name", "run", "called so"),
+        for key, default, comment in (("steps", 10, "how many, at most"), ("rate", 0.5, "how fast"),
+                                      ("label", "x", ""), ("limit", None, "None: all"),
+                                      ("mode", "slow", "of the two"), ("width", 8, ""),
+                                      ("shuffle", True, "in a new order each time"), ("name", "run", "of the run"),
                                       ("backend", None, "None: the usual one")):
             [line] = [line for line in lines if line.startswith(f"--{key}=")]
             assert line.split(maxsplit=1) == [f"--{key}={default}", *([comment] if comment else [])]
@@ -259,23 +285,175 @@ def test_help_lists_every_setting_with_default_and_comment(script):
 
 
 # ---------------------------------------------------------------------------------------------------
-# the files in config/
+# ranges
 
-def annotated_globals(path):
-    """The source lines of a script's settings, by name."""
-    source = path.read_text(encoding="utf-8")
-    return {node.target.id: ast.get_source_segment(source, node)
-            for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)}
+RANGED = '''
+from typing import Annotated, Optional
+from configurator import BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive
+
+batch: Positive = 4
+start: NonNegative = 0
+rate: NonNegativeFloat = 0.5
+share: Fraction = 0.5
+beta: BelowOne = 0.9
+end: Optional[Positive] = None
+temperature: Annotated[float, 0.01, 100] = 1.0
+'''
+
+
+@pytest.fixture
+def ranged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return load(tmp_path / "script.py", RANGED, monkeypatch)
+
+
+def in_a_flag_and_in_a_file(key, value):
+    Path("a.py").write_text(f"{key} = {value!r}\n")
+    return [f"--{key}={value}"], ["a.py"]
+
+
+@pytest.mark.parametrize("key, value", [
+    ("batch", 1), ("start", 0), ("rate", 0.0), ("rate", 1e300), ("share", 0.0), ("share", 1.0), ("beta", 0.0),
+    ("beta", 0.999), ("end", 1), ("end", None), ("temperature", 0.01), ("temperature", 100.0)])
+def test_a_value_at_the_end_of_its_range_is_accepted(ranged, key, value):
+    for argv in in_a_flag_and_in_a_file(key, value):
+        config, overrides = configure(vars(ranged), argv=argv)
+        assert config[key] == overrides[key] == vars(ranged)[key] == value and type(config[key]) is type(value)
+
+
+@pytest.mark.parametrize("key, value, accepted", [
+    ("batch", 0, "at least 1"), ("batch", -3, "at least 1"), ("start", -1, "at least 0"), ("rate", -0.1, "at least 0"),
+    ("share", 1.01, "a number from 0 to 1"), ("share", -0.5, "a number from 0 to 1"), ("end", 0, "at least 1"),
+    ("beta", 1.0, "a number from 0 to 0.99"), ("temperature", 0.0, "a number from 0.01 to 100")])
+def test_a_value_outside_its_range_is_refused(ranged, capsys, key, value, accepted):
+    for argv in in_a_flag_and_in_a_file(key, value):
+        line = refusal(ranged, capsys, *argv)
+        assert f"{key}={value}" in line and f"expected {accepted}" in line, line
+
+
+@pytest.mark.parametrize("key, value, accepted", [
+    ("batch", 1.5, "an int"), ("batch", None, "an int"), ("start", True, "an int"), ("end", 2.5, "an int or None"),
+    ("share", "much", "a finite float")])
+def test_a_setting_with_a_range_has_a_type(ranged, capsys, key, value, accepted):
+    for argv in in_a_flag_and_in_a_file(key, value):
+        line = refusal(ranged, capsys, *argv)
+        assert f"{key}=" in line and f"expected {accepted}" in line, line
+    for flag in ("--rate=inf", "--beta=nan"):
+        assert "expected a finite float" in refusal(ranged, capsys, flag)
+
+
+# ---------------------------------------------------------------------------------------------------
+# extras
+
+TOY = '''"""
+A toy.
+
+More about it.
+"""
+from typing import Literal, Optional
+from configurator import Fraction, Positive
+
+speed: Positive = 3  # how fast it goes
+share: Optional[Fraction] = None
+kind: Literal["a", "b"] = "a"  # of the two
+not_a_setting = 1
+print("imported")
+'''
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A folder extras/ with one file, toy.py, which prints something if it is imported."""
+    folder = tmp_path / "extras"
+    folder.mkdir()
+    (folder / "toy.py").write_text(TOY)
+    monkeypatch.setattr(configurator, "EXTRAS", folder)
+    monkeypatch.setattr(importlib.import_module("extras"), "__path__", [str(folder)])
+    monkeypatch.delitem(sys.modules, "extras.toy", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    yield folder
+    sys.modules.pop("extras.toy", None)
+
+
+def test_settings_of_extras_are_read_without_import(script, toy, capsys):
+    before = dict(vars(script))
+    settings = {"speed": 3, "share": None, "kind": "a"}
+    assert configure(vars(script), ("toy", "gone"), argv=[]) == ({**DEFAULTS, **settings}, {})
+    Path("a.py").write_text("speed = 5\nshare = 1\n")
+    config, overrides = configure(vars(script), ("toy", "gone"), argv=["--speed=7", "a.py", "--kind=b"])
+    assert overrides == {"speed": 7, "share": 1.0, "kind": "b"} and config == {**DEFAULTS, **overrides}
+    assert vars(script) == before and capsys.readouterr().out == ""
+
+
+def test_settings_of_extras_are_checked(script, toy, capsys):
+    for flag, words in (("--speed=0", "expected at least 1"), ("--kind=c", "'a', 'b'"), ("--share=2", "from 0 to 1"),
+                        ("--sped=1", "did you mean --speed?"), ("--not_a_setting=2", "no such setting")):
+        with pytest.raises(SystemExit) as stop:
+            configure(vars(script), ("toy",), argv=[flag])
+        assert stop.value.code == 2 and words in capsys.readouterr().err, flag
+    assert "no such setting" in refusal(script, capsys, "--speed=1")  # of a script without this extra
+
+
+def test_an_extra_is_loaded_with_the_settings_of_the_run(toy, capsys):
+    toy = load_extra("toy", {"speed": 7, "share": 0.5, "steps": 9})  # a checkpoint from before there was a kind
+    assert (toy.speed, toy.share, toy.kind) == (7, 0.5, "a") and not hasattr(toy, "steps")
+    assert load_extra("toy", {"speed": 8}) is toy and toy.speed == 8 and capsys.readouterr().out == "imported\n"
+
+
+def test_a_deleted_extra_ends_the_run_if_asked_for_and_is_left_out_otherwise(script, toy, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as stop:
+        load_extra("gone", {"sparsity": 0.5, "speed": 1}, "sparsity")
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(lines) == 1
+    assert lines[0].startswith("error: --sparsity=0.5: ") and "extras/gone.py" in lines[0]
+    for rank, said in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert load_extra("gone", {}) is None
+        assert ("extras/gone.py" in capsys.readouterr().out) == said
+
+
+def test_help_lists_the_settings_of_extras(script, toy, capsys):
+    with pytest.raises(SystemExit) as stop:
+        configure(vars(script), ("toy", "gone"), argv=["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0 and "imported" not in lines and not any("gone" in line for line in lines)
+    assert any(line.split() == "--steps=10 how many, at most".split() for line in lines)
+    begin = lines.index("extras/toy.py: A toy.")
+    assert [line.split() for line in lines[begin + 1:]] == [
+        "--speed=3 how fast it goes".split(), ["--share=None"], "a finite float or None".split(),
+        "--kind=a of the two".split(), "one of 'a', 'b'".split()]
+
+
+# ---------------------------------------------------------------------------------------------------
+# the files in extras/ and config/
+
+def loop_settings(loop):
+    """The source of a loop's settings, as a list of lines, and its extras."""
+    source = (ROOT / loop).read_text(encoding="utf-8")
+    settings = [ast.get_source_segment(source, node) for node in ast.parse(source).body
+                if isinstance(node, ast.AnnAssign)]
+    extras = ast.literal_eval(re.search(r"configure\(globals\(\), extras=(.*)\)", source)[1])
+    assert len(settings) > 20 and len(extras) > 3
+    return settings, extras
+
+
+def test_no_two_settings_share_a_name():
+    for loop in ("train_gpt2.py", "chat_sft.py"):
+        settings, extras = loop_settings(loop)
+        names = [line.partition(":")[0] for line in settings]
+        for extra in extras:
+            names += extra_settings(extra)
+        assert len(set(names)) == len(names)
 
 
 def test_config_files_are_plain_assignments_that_their_loop_takes(tmp_path, monkeypatch):
     for path in sorted((ROOT / "config").glob("*.py")):
-        settings = annotated_globals(ROOT / ("chat_sft.py" if path.stem.endswith("_chat") else "train_gpt2.py"))
-        assert len(settings) > 20
-        source = "from typing import Literal, Optional\n" + "\n".join(settings.values())
+        settings, extras = loop_settings("chat_sft.py" if path.stem.endswith("_chat") else "train_gpt2.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             assignment = isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets)
             assert docstring or assignment, f"{path}, line {node.lineno}"
+        source = "\n".join(["from configurator import *", "from typing import *", *settings])
         script = load(tmp_path / "settings.py", source, monkeypatch)
-        assert configure(vars(script), argv=[str(path)])[1], f"{path} sets nothing"
+        assert configure(vars(script), extras, argv=[str(path)])[1], f"{path} sets nothing"

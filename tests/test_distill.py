@@ -1,6 +1,7 @@
-"""Distillation: the loss against its plain formula, the cache against the online teacher, and both loops with either."""
+"""Distillation: the loss against its plain formula, the cache against the online teacher, both loops with either."""
 import math
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +34,8 @@ def small_chunks(monkeypatch):
 def inputs(T=2.0, teacher_width=20):
     """x, weight, targets, temperature, and a teacher's hidden states and head."""
     torch.manual_seed(0)
-    x, weight, hidden, head = (torch.randn(*shape) for shape in ((N, C), (V, C), (N, teacher_width), (V, teacher_width)))
+    x, weight = torch.randn(N, C), torch.randn(V, C)
+    hidden, head = torch.randn(N, teacher_width), torch.randn(V, teacher_width)
     targets = torch.randint(0, V, (N,))
     targets[::3] = IGNORE
     return x.requires_grad_(), weight.requires_grad_(), targets, torch.tensor(T, requires_grad=True), hidden, head
@@ -46,8 +48,8 @@ def distillation(x, weight, targets, w, T, teacher, teacher_head=None, teacher_i
 def formula(x, weight, targets, w, T, teacher_logits):
     logits = x @ weight.t()
     ce = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-    kl = F.kl_div((logits / T).log_softmax(-1), (teacher_logits / T).log_softmax(-1), reduction="none", log_target=True)
-    kl = kl.sum(-1)[targets != IGNORE].sum()
+    log_q, log_p = (logits / T).log_softmax(-1), (teacher_logits / T).log_softmax(-1)
+    kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)[targets != IGNORE].sum()
     return (1 - w) * ce + w * T ** 2 * kl, torch.stack((ce, kl))
 
 
@@ -59,12 +61,12 @@ def top_k(logits, k):
 
 
 def check(ours, expected, inputs):
-    """Each is a loss and its terms; compares them, and the gradients by `inputs`."""
-    (loss, terms), (expected_loss, expected_terms) = ours, expected
-    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
-    assert torch.allclose(terms, expected_terms, rtol=1e-5)
-    for gradient, wanted in zip(torch.autograd.grad(loss * 0.37, inputs), torch.autograd.grad(expected_loss * 0.37, inputs)):
-        assert (gradient - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
+    """Each is a loss and its terms; compares them, and the gradients with respect to `inputs`."""
+    assert ours[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+    assert torch.allclose(ours[1], expected[1], rtol=1e-5)
+    gradients, wanted = (torch.autograd.grad(loss * 0.37, inputs) for loss, _ in (ours, expected))
+    for a, b in zip(gradients, wanted):
+        assert (a - b).abs().max() < 1e-5 * max(1, b.abs().max())
 
 
 @pytest.mark.parametrize("T, w, compiled", [(1.0, 0.5, False), (2.0, 0.9, False), (0.5, 1.0, False), (4.0, 0.3, False),
@@ -76,11 +78,12 @@ def test_chunks_equal_the_formula_with_all_gradients(T, w, compiled):
     loss = torch.compile(distillation, fullgraph=True, dynamic=False) if compiled else distillation
     logits = hidden @ head.t()
     check(loss(x, weight, targets, w, T, hidden, head), formula(x, weight, targets, w, T, logits), (x, weight, T))
-    for k in (V,) if compiled else (1, 5, V - 1, V):  # against the formula on the whole row that a cached one stands for
+    for k in (V,) if compiled else (1, 5, V - 1, V):  # against the formula on the row that a cached one stands for
         cached, ids = top_k(logits, k)
         row = cached[:, -1:].expand(n, V).scatter(-1, ids, cached[:, :-1])
         assert row.exp().sum(-1).sub(1).abs().max() < 1e-5
-        check(loss(x, weight, targets, w, T, cached, None, ids), formula(x, weight, targets, w, T, row), (x, weight, T))
+        check(loss(x, weight, targets, w, T, cached, None, ids), formula(x, weight, targets, w, T, row),
+              (x, weight, T))
 
 
 def test_a_cache_of_the_whole_vocabulary_is_the_online_teacher():
@@ -94,10 +97,11 @@ def test_weight_zero_is_plain_cross_entropy_and_a_teacher_like_the_student_teach
     x, weight, targets, T, hidden, head = inputs()
     cached, ids = top_k(hidden @ head.t(), 5)
     for teacher in ((hidden, head), (cached, None, ids)):
-        loss, expected = distillation(x, weight, targets, 0.0, T, *teacher)[0], linear_cross_entropy(x, weight, targets)
+        loss, _ = distillation(x, weight, targets, 0.0, T, *teacher)
+        expected = linear_cross_entropy(x, weight, targets)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        for gradient, wanted in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight))):
-            assert (gradient - wanted).abs().max() < 1e-5
+        for a, b in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight))):
+            assert (a - b).abs().max() < 1e-5
     loss, terms = distillation(x, weight, targets, 1.0, T, x.detach(), weight.detach())
     assert abs(loss.item()) < 1e-4 and abs(terms[1].item()) < 1e-4
     assert all(gradient.abs().max() < 1e-4 for gradient in torch.autograd.grad(loss, (x, weight, T)))
@@ -118,7 +122,7 @@ def test_a_frozen_head_and_a_fixed_temperature_get_no_gradient_and_the_rest_gets
 @pytest.fixture
 def student(monkeypatch, tmp_path):
     """Makes a small GPT, and a Distillation from another one that is its loss function."""
-    def new(dtype="float32", max_seq_len=16, tokenizer="bytes", **settings):
+    def new(dtype="float32", max_seq_len=16, tokenizer="bytes", fsdp=False, **settings):
         for name, value in settings.items():
             monkeypatch.setattr(distill, name, value)
         torch.manual_seed(0)
@@ -126,10 +130,11 @@ def student(monkeypatch, tmp_path):
                         for width in (24, 16))
         for p in teacher.parameters():
             p.data *= 3  # it is sure of itself
+        facts = {"config": {}, "stage": "base", "iter_num": 0, "val_loss": math.nan, "val_iter": 0}
         torch.save({"model": teacher.state_dict(), "model_args": vars(teacher.config), "tokenizer": tokenizer,
-                    "config": {}, "stage": "base", "iter_num": 0, "val_loss": math.nan, "val_iter": 0}, tmp_path / "t.pt")
+                    **facts}, tmp_path / "t.pt")
         dataset = SimpleNamespace(tokenizer=get_tokenizer("bytes"), max_seq_len=max_seq_len)
-        config = {"teacher": f"{tmp_path}/t.pt", "fsdp": False}
+        config = {"teacher": f"{tmp_path}/t.pt", "fsdp": fsdp}
         return gpt, teacher, distill.Distillation(gpt, dataset, torch.device("cpu"), dtype, None, config)
     return new
 
@@ -148,13 +153,14 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(student):
     assert names == GPT(gpt.config).state_dict().keys()
     assert dict(gpt.named_parameters()).keys() - names == {"loss_fn.log_temperature"}
     loss = gpt(**batch, **distillation.teacher_forward(batch))
-    expected, terms = formula(gpt.hidden_states(batch["idx"]).flatten(0, 1), gpt.lm_head.weight, batch["targets"].flatten(),
-                              0.7, 2.0, teacher(batch["idx"]).flatten(0, 1))
+    x, logits = gpt.hidden_states(batch["idx"]), teacher(batch["idx"])
+    expected, terms = formula(x.flatten(0, 1), gpt.lm_head.weight, batch["targets"].flatten(), 0.7, 2.0,
+                              logits.flatten(0, 1))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     n = (batch["targets"] != IGNORE).sum().item()
-    assert distillation.metrics() == pytest.approx({"ce_loss": terms[0].item() / n, "kl_loss": terms[1].item() / n,
-                                                    "temperature": 2.0}, rel=1e-5)
-    assert distillation.metrics() == {"ce_loss": 0, "kl_loss": 0, "temperature": pytest.approx(2.0)}
+    logged = {"ce_loss": terms[0].item() / n, "kl_loss": terms[1].item() / n, "temperature": 2.0}
+    assert distillation.metrics() == pytest.approx(logged, rel=1e-5)
+    assert distillation.metrics() == pytest.approx({"ce_loss": 0.0, "kl_loss": 0.0, "temperature": 2.0})
     assert gpt.eval()(**batch).item() == pytest.approx(terms[0].item(), rel=1e-5)
 
 
@@ -163,14 +169,17 @@ def test_bfloat16_is_near(student):
     for dtype in ("float32", "bfloat16"):
         gpt, _, distillation = student(dtype)
         batch = random_batch()
+        batch |= distillation.teacher_forward(batch)
         with distillation.autocast:
-            losses.append(gpt(**batch, **distillation.teacher_forward(batch)).item())
+            losses.append(gpt(**batch).item())
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 @pytest.mark.parametrize("settings, words", [
-    (dict(max_seq_len=17), ["--max_seq_len=17", "16 positions"]), (dict(tokenizer="gpt2"), ["t.pt", "gpt2 tokens", "bytes"]),
+    (dict(max_seq_len=17), ["--max_seq_len=17", "16 positions"]),
+    (dict(tokenizer="gpt2"), ["t.pt", "gpt2 tokens", "bytes"]),
     (dict(teacher_cache=385), ["--teacher_cache=385", "384"]),
+    (dict(learn_temperature=True, fsdp=True), ["--learn_temperature=True"]),
 ])
 def test_a_teacher_that_does_not_fit_is_refused(student, capsys, settings, words):
     with pytest.raises(SystemExit) as end:
@@ -183,7 +192,7 @@ def test_a_teacher_that_does_not_fit_is_refused(student, capsys, settings, words
 # the cache
 
 def fill(cache, indices, hidden, head, fail_after=99):
-    """Labels rows by a teacher with the hidden states (rows, T, C), in batches of 2. Returns the rows it was asked for."""
+    """Labels rows by a teacher with hidden states (rows, T, C), in batches of 2. Returns the rows it was asked for."""
     asked = []
 
     def teacher_forward(batch):
@@ -192,9 +201,10 @@ def fill(cache, indices, hidden, head, fail_after=99):
         asked.append(batch["idx"].tolist())
         return {"teacher_hidden": hidden[batch["idx"]], "teacher_head": head}
 
+    distillation = SimpleNamespace(teacher_forward=teacher_forward, autocast=nullcontext())
     dataset = SimpleNamespace(get_batch=lambda indices, device: {"idx": torch.from_numpy(indices)})
-    cache.fill(np.array(indices), SimpleNamespace(teacher_forward=teacher_forward, autocast=torch.autocast("cpu", enabled=False)),
-               SimpleNamespace(world_size=1, rank=0, batch_size=2, dataset=dataset, device="cpu"))
+    loader = SimpleNamespace(world_size=1, rank=0, batch_size=2, dataset=dataset, device="cpu")
+    cache.fill(np.array(indices), distillation, loader)
     return asked
 
 
@@ -221,12 +231,16 @@ def test_a_missing_row_and_a_damaged_file_are_named(tmp_path, capsys):
         assert end.value.code == 2 and message.count("\n") == 1 and "rows.npy" in message
         return message
 
+    hidden, head = torch.randn(10, 4, 20), torch.randn(V, 20)
     cache = distill.TeacherCache(tmp_path, 10, 4, 5)
-    fill(cache, [1], torch.randn(10, 4, 20), torch.randn(V, 20))
+    fill(cache, [1, 9], hidden, head)
     assert "a row is missing" in refusal(lambda: cache[np.array([1, 2])])
     path = tmp_path / "rows.npy"
     whole = path.read_bytes()
-    for damaged in (b"", whole[:100], whole[:-1], whole.replace(b"<f2", b"<f4", 1)):
+    path.write_bytes(whole[:-1])  # its last row is labelled again
+    assert fill(distill.TeacherCache(tmp_path, 10, 4, 5), [1, 9], hidden, head) == [[9, 9]]
+    assert path.read_bytes() == whole
+    for damaged in (b"", whole[:100], whole.replace(b"<f2", b"<f4", 1)):
         path.write_bytes(damaged)
         assert "remove the folder" in refusal(lambda: distill.TeacherCache(tmp_path, 10, 4, 5))
 
@@ -248,7 +262,8 @@ def train(args, out_dir, *more, **how):
 def teacher(shards, tmp_path_factory):
     """A run of another architecture, another width and more positions than its student."""
     out_dir = tmp_path_factory.mktemp("teacher") / "out"
-    train([*TINY, f"--data_dir={shards}", "--arch=llama", "--n_embd=48", "--max_seq_len=64", "--sample_tokens=0"], out_dir)
+    train([*TINY, f"--data_dir={shards}", "--sample_tokens=0"], out_dir, "--arch=llama", "--n_embd=48",
+          "--max_seq_len=64")
     return out_dir
 
 
@@ -259,8 +274,9 @@ def runs(teacher, shards, tmp_path_factory):
     settings and their folder.
     """
     folder = tmp_path_factory.mktemp("runs")
-    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True", "--teacher_temperature=2"]
-    train(args, folder / "online")
+    args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True",
+            "--teacher_temperature=2"]
+    assert "Warning" not in train(args, folder / "online")
     output = train(args, folder / "cached", "--teacher_cache=384")
     assert "labelling 52 of 52 rows" in output  # 6 steps of 8 rows, and a batch that is read ahead
     return args, folder
@@ -288,8 +304,9 @@ def test_the_first_step_is_the_formula_and_the_temperature_moves(runs, teacher, 
     torch.manual_seed(1337)
     student = GPT(GPTConfig(**load(folder / "online")["model_args"]))
     with torch.no_grad():
-        loss, terms = formula(student.hidden_states(idx).flatten(0, 1), student.lm_head.weight, targets.flatten(), 0.5, 2.0,
-                              model_in(teacher)(idx).flatten(0, 1))
+        x, logits = student.hidden_states(idx), model_in(teacher)(idx)
+        loss, terms = formula(x.flatten(0, 1), student.lm_head.weight, targets.flatten(), 0.5, 2.0,
+                              logits.flatten(0, 1))
     for key, value in zip(LOGGED, (loss, *terms)):
         assert log[key, 1] == pytest.approx(value.item() / 256, rel=1e-5), key
     assert log["kl_loss", 6] < 0.9 * log["kl_loss", 1] and log["val_loss", 6] < log["val_loss", 0]
@@ -321,9 +338,10 @@ def test_two_ranks_share_out_the_cache_and_train_the_model_of_one(runs, shards, 
     output = train(runs[0], tmp_path / "two", f"--data_dir={tmp_path}/data", "--teacher_cache=384", *COMPILED, ranks=2)
     assert "labelling 56 of 56 rows" in output
     check_close(runs[1] / "cached", tmp_path / "two", abs=1e-5)
-    one, two = (list(load(folder)["optimizer"]["state"].values())[-1] for folder in (runs[1] / "cached", tmp_path / "two"))
-    assert one["exp_avg"].numel() == 1 and one["exp_avg"].item() == pytest.approx(two["exp_avg"].item(), rel=1e-4)
-    assert set(read_log(tmp_path / "two", "recompiles").values()) == {0}  # exp_avg: of the temperature
+    one, two = (list(load(out_dir)["optimizer"]["state"].values())[-1]["exp_avg"]  # of the temperature
+                for out_dir in (runs[1] / "cached", tmp_path / "two"))
+    assert one.numel() == 1 and one.item() == pytest.approx(two.item(), rel=1e-4)
+    assert set(read_log(tmp_path / "two", "recompiles").values()) == {0}
 
 
 def test_nothing_is_recompiled_with_an_online_teacher(runs, tmp_path):
@@ -335,7 +353,8 @@ def test_nothing_is_recompiled_with_an_online_teacher(runs, tmp_path):
 def test_chat_rows_are_taught_packed(teacher, tmp_path):
     torch.manual_seed(0)
     student = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, max_seq_len=64, vocab_size=384))
-    torch.save({**load(teacher), "model": student.state_dict(), "model_args": vars(student.config)}, tmp_path / "base.pt")
+    torch.save({**load(teacher), "model": student.state_dict(), "model_args": vars(student.config)},
+               tmp_path / "base.pt")
     data = jsonl(tmp_path / "chats.jsonl", [turns(f"say {i % 7}", f"{i % 7}" * 9) for i in range(120)])
     args = [*SHORT_SFT, f"--init_from={tmp_path}/base.pt", f"--data={data}", f"--chat_dir={tmp_path}/rows",
             f"--teacher={teacher}", "--learn_temperature=True", "--teacher_temperature=2"]
@@ -345,16 +364,16 @@ def test_chat_rows_are_taught_packed(teacher, tmp_path):
                  f"--chat_dir={tmp_path}/rows")
     assert "labelling 8 of 18 rows" in output  # of two steps more
     online, cached = (read_log(tmp_path / name, *LOGGED) for name in ("online", "cached"))
-    assert online.keys() == cached.keys() and all(online[key] == pytest.approx(cached[key], rel=2e-3) for key in online)
+    assert online.keys() == cached.keys()
+    assert all(online[key] == pytest.approx(cached[key], rel=2e-3) for key in online)
 
     rows, _, _ = build_rows(tmp_path / "rows", str(data), None, "bytes", 64, True, 1337, False)
     rows = torch.from_numpy(rows[sample_indices(range(4), len(rows), 1337)].astype(np.int64))
     idx, targets = rows[:, 0], rows[:, 1].masked_fill(rows[:, 1] == E, IGNORE)
     mask, positions = packed_mask_and_positions(idx, E)
     with torch.no_grad():
-        hidden, teacher_logits = student.hidden_states(idx, positions, mask), model_in(teacher)(idx, None, positions, mask)
-        loss, _ = formula(hidden.flatten(0, 1), student.lm_head.weight, targets.flatten(), 0.5, 2.0,
-                          teacher_logits.flatten(0, 1))
+        x, logits = student.hidden_states(idx, positions, mask), model_in(teacher)(idx, None, positions, mask)
+        loss, _ = formula(x.flatten(0, 1), student.lm_head.weight, targets.flatten(), 0.5, 2.0, logits.flatten(0, 1))
     assert online["train_loss", 1] == pytest.approx(loss.item() / (targets != IGNORE).sum().item(), rel=1e-5)
 
 
@@ -364,12 +383,14 @@ def test_another_teacher_is_refused_on_resume_and_has_a_cache_of_its_own(runs, t
     other["model"]["lm_head.weight"] += 1e-3
     torch.save(other, tmp_path / "other.pt")
     resume = ["--init_from=resume", f"--out_dir={folder}/online", "--max_iters=8"]
-    assert "--teacher: the run was started with another" in refused("train_gpt2.py", *resume, f"--teacher={tmp_path}/other.pt")
+    line = refused("train_gpt2.py", *resume, f"--teacher={tmp_path}/other.pt")
+    assert "--teacher: the run was started with another" in line
     assert "--teacher=None" in refused("train_gpt2.py", *resume, "--teacher=None")
-    line = refused("train_gpt2.py", "--init_from=resume", f"--out_dir={trained}", "--max_iters=22", f"--teacher={teacher}")
-    assert f"--teacher={teacher}" in line
+    resume = ["--init_from=resume", f"--out_dir={trained}", "--max_iters=22"]
+    assert f"--teacher={teacher}" in refused("train_gpt2.py", *resume, f"--teacher={teacher}")
     output = train(args, tmp_path / "o", f"--teacher={tmp_path}/other.pt", "--teacher_cache=384", "--max_iters=0",
                    "--warmup_iters=0", "--lr_decay_iters=0")
     assert "labelling 4 of 4 rows" in output
-    for wrong in ("--teacher_cache=385", "--teacher_weight=1.5", "--teacher_temperature=0", "--teacher=nowhere"):
-        assert wrong in refused("train_gpt2.py", *args, wrong, f"--out_dir={tmp_path}/p") or wrong == "--teacher=nowhere"
+    for flag in ("--teacher_cache=385", "--teacher_weight=1.5", "--teacher_temperature=0.0"):
+        assert flag in refused("train_gpt2.py", *args, flag, f"--out_dir={tmp_path}/p")
+    assert "nowhere" in refused("train_gpt2.py", *args, "--teacher=nowhere", f"--out_dir={tmp_path}/p")

@@ -39,14 +39,14 @@ def test_a_spike_is_rolled_back_and_training_continues_on_fresh_data(tmp_path):
     entries = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
     assert [entry["iter"] for entry in entries if entry.get("event") == "rollback"] == [70]
     log = read_log(tmp_path / "o", "tokens", "lr", "lr_factor", "rollbacks")
-    assert log["tokens", 90] == (90 + 6) * 256 and log["rollbacks", 90] == 1  # five good steps and the bad one are gone
+    assert log["tokens", 90] == (90 + 6) * 256 and log["rollbacks", 90] == 1  # five good steps and the bad one
     cosine = 6e-5 + (3e-3 - 6e-5) * 0.5 * (1 + math.cos(math.pi * 87 / 88))
     assert log["lr", 90] == pytest.approx(cosine) and log["lr_factor", 90] == 0.5
     assert load(tmp_path / "o")["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.5 * cosine)
     if extra_settings("prune"):
         pruned = [(entry["iter"], entry["sparsity"]) for entry in entries
                   if "sparsity" in entry and entry["iter"] in (70, 71, 73)]
-        assert [i for i, _ in pruned] == [70, 71, 73, 71, 73] and pruned[1:3] == pruned[3:]
+        assert [i for i, _ in pruned[:3]] == [70, 71, 73] and pruned[:3] == pruned[3:]
         assert pruned[0][1] == pruned[1][1] < pruned[2][1]
     # interrupted after the rollback, it ends the same
     for stop in (80, 90):
@@ -69,7 +69,8 @@ def test_a_spike_rolls_back_to_a_checkpoint_of_another_precision(tmp_path):
     args = [*ARGS, f"--data_dir={poisoned(tmp_path / 'data', [65])}", f"--out_dir={tmp_path}/o", "--max_iters=67",
             "--spike_loss=1.5", "--eval_interval=60"]
     run("train_gpt2.py", *args, "--max_iters=60", "--lr_decay_iters=67")
-    output = run("train_gpt2.py", *args, "--init_from=resume", "--dtype=float16")
+    quick = "runtime.peak_flops = lambda *args: 1e12"  # 20 seconds with float16 on a CPU
+    output = run(patched(tmp_path, "train_gpt2.py", quick), *args, "--init_from=resume", "--dtype=float16")
     assert "rolled back to step 60" in output and load(tmp_path / "o")["iter_num"] == 67
 
 

@@ -59,7 +59,7 @@ def with_moments(shape=(1000,)):
 
 
 def test_spikes_are_clipped_by_the_formula(monkeypatch):
-    """g^2 / v > 5000 -> sign(g) sqrt(5000 v); not where v is zero, nor what is not finite, nor in the first 20 steps."""
+    """g^2 / v > 5000 -> sign(g) sqrt(5000 v); but not if v is zero or g not finite, nor in the first 20 steps."""
     g = torch.randn(1000) * torch.logspace(-3, 3, 1000)
     g[:3], g[500], g[501] = 1e6, torch.nan, -torch.inf
     v, expected = torch.linspace(0, 1e-3, 1000).tolist(), g.tolist()

@@ -31,7 +31,7 @@ def test_a_run_learns_logs_and_leaves_a_checkpoint(shards, tmp_path):
     assert output.count("----- sample") == 2 and "n_layer=2, n_head=2" in output and "done after 20 steps" in output
 
     checkpoint = load(tmp_path)
-    assert checkpoint.keys() >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config", "rows_seen"}
+    assert {"model", "optimizer", "model_args", "config", "best_val_loss"} <= checkpoint.keys()  # nanoGPT's
     assert checkpoint["iter_num"] == 20 and checkpoint["rows_seen"] == 160
     assert checkpoint["config"] == json.loads((tmp_path / "config.json").read_text())
     GPT(GPTConfig(**checkpoint["model_args"])).load_state_dict(checkpoint["model"])
@@ -93,8 +93,8 @@ def test_a_last_validation_batch_that_is_not_full_counts_each_row_once(shards, t
 
 @pytest.mark.parametrize("extra, ranks", [
     ([], 1), ([*LLAMA, "--dropout=0.1"], 1),
-    ([*LLAMA, "--embed_norm=True", "--optimizer=muon", "--compile=True", "--compile_backend=aot_eager"], 2),
-], ids=["gpt2", "llama_dropout", "muon_compiled_two_ranks"])
+    ([*LLAMA, "--embed_norm=True", "--optimizer=muon"], 2),
+], ids=["gpt2", "llama_dropout", "muon_two_ranks"])
 def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra, ranks):
     args = [*TINY, *extra, f"--data_dir={shards}", "--eval_interval=5", "--lr_decay_iters=20", "--sample_tokens=0"]
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=ranks)
@@ -157,7 +157,7 @@ def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, extra, rank
     """Inductor itself, over training, validation, sampling and saving; fullgraph=True makes a graph break an error."""
     for name, compile in (("eager", False), ("compiled", True)):
         output = run("train_gpt2.py", *TINY, *extra, f"--data_dir={shards}", f"--out_dir={tmp_path / name}",
-                     f"--compile={compile}", ranks=ranks)
+                     "--n_layer=1", f"--compile={compile}", ranks=ranks)
         assert "recompiled" not in output and ("compiled in" in output) == compile
     check_compiled(tmp_path)
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/compiled", "--compile=False", "--max_iters=22")
@@ -190,8 +190,9 @@ def test_without_a_compiler_it_runs_uncompiled_with_a_warning(shards, tmp_path):
 
 def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
     reference = read_log(trained, "val_loss")["val_loss", 20]
+    program = patched(tmp_path, "train_gpt2.py", "runtime.peak_flops = lambda *args: 1e12")  # 20 s with float16 here
     for dtype in ("float16", "bfloat16"):
-        run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}")
+        run(program, *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}")
         log = read_log(tmp_path / dtype, "val_loss", "loss_scale")
         assert log["val_loss", 20] == pytest.approx(reference, rel=0.05)
         assert (("loss_scale", 20) in log) == (dtype == "float16")
