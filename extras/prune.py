@@ -49,8 +49,8 @@ class Pruner:
                 fail(f"--sparsity={self.sparsity}: {self.metrics()['sparsity']:.4f} of this model's weights are pruned "
                      f"already; give at least that")
         optimizer.register_step_post_hook(lambda *_: self.prune())
-        print0(f"pruning: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval}, by {prune_by} "
-               f"({prune_scope})" + (f"; the run ends before that, at step {max_iters}" if max_iters < self.end else ""))
+        print0(f"pruning: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval}, {prune_by}, "
+               f"scope {prune_scope}" + ("" if max_iters >= self.end else f"; the run ends at step {max_iters}"))
 
     def mask_gradients(self, iter_num):
         """Zeros the gradients of pruned weights, so they count in no norm or momentum; notes the step for prune."""

@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from conftest import same
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr
 
@@ -205,10 +206,10 @@ def take_steps(rank, world_size, folder):
 
 def test_ranks_that_share_out_the_matrices_make_the_update_of_one(tmp_path):
     """Bit for bit on each rank; the saved state is whole; each rank has its share of the work."""
-    from test_train import same
     take_steps(0, 1, tmp_path)
     torch.multiprocessing.start_processes(take_steps, (2, tmp_path), nprocs=2, start_method="forkserver")
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1_0", "2_0", "2_1"))
     assert same(one[:2], first[:2]) and same(first, second)
+    assert len(one[1]["state"]) == sum(len(group["params"]) for group in one[1]["param_groups"]) == 19
     owners = list(first[2].values())
     assert one[2] == {} and len(owners) == 14 and owners.count(0) == owners.count(1) == 7
