@@ -210,6 +210,6 @@ def test_ranks_that_share_out_the_matrices_make_the_update_of_one(tmp_path):
     torch.multiprocessing.start_processes(take_steps, (2, tmp_path), nprocs=2, start_method="forkserver")
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1_0", "2_0", "2_1"))
     assert same(one[:2], first[:2]) and same(first, second)
-    assert len(one[1]["state"]) == sum(len(group["params"]) for group in one[1]["param_groups"]) == 19
+    assert len(one[1]["state"]) == sum(len(group["params"]) for group in one[1]["param_groups"]) == 21
     owners = list(first[2].values())
     assert one[2] == {} and len(owners) == 14 and owners.count(0) == owners.count(1) == 7

@@ -220,6 +220,6 @@ def test_chat_tuning_interrupted_twice_equals_uninterrupted(trained, tmp_path):
 
 def test_a_ramp_that_the_run_does_not_reach_the_end_of_is_named(shards, tmp_path):
     args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=3"]
-    assert "the run ends before that, at step 3" in run("train_gpt2.py", *args, "--sparsity=0.5", "--prune_end=600")
+    assert "the run ends at step 3" in run("train_gpt2.py", *args, "--sparsity=0.5", "--prune_end=600")
     assert "sparsity=1.0" in refused("train_gpt2.py", *args, "--sparsity=1", "--overwrite=True")
     assert "prune_interval=0" in refused("train_gpt2.py", *args, "--prune_interval=0", "--overwrite=True")
