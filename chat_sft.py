@@ -212,6 +212,7 @@ while True:
             val_loss, val_bpb = validation_loss(compiled, val_data, batch_size, eval_iters, token_sizes, device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_bpb=val_bpb)  # of the assistant's text
+        checkpointer.wait()  # a hook may swap the weights
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
         checkpointer.evaluated(iter_num, val_loss)
@@ -249,13 +250,13 @@ while True:
             log.skip(iter_num, loss_sum)
         iter_num += 1
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
 
     # log; padding is not counted as tokens
     log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=global_batch_size,
              seconds=time.perf_counter() - t0, clipped=0 < grad_clip < grad_norm)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm, shape=list(batch["idx"].shape))
+    optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients
     if stopping:
         break
 

@@ -220,6 +220,7 @@ def write_checkpoint(out_dir, checkpoint, snapshot_name=None):
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # or no resume could read it
         if path.exists():
             os.replace(path, previous)
         os.replace(temporary, path)
@@ -295,8 +296,8 @@ class Checkpointer:
         if iter_num == self.on_disk[0] and not again:
             return
         weights, optimizer = get_state(self.state["model"], self.state["optimizer"])
-        checkpoint = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
-        checkpoint |= {**self.facts, "model": weights, "optimizer": optimizer, "iter_num": iter_num}
+        entries = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
+        checkpoint = dict(**entries, **self.facts, model=weights, optimizer=optimizer, iter_num=iter_num)
         snapshot = f"ckpt_{iter_num}.pt" if self.keep_interval and iter_num % self.keep_interval == 0 else None
         write = write_checkpoint if runtime.rank() == 0 else lambda *_: False
         self.pending = iter_num, self.facts["val_iter"], self.pool.submit(write, self.out_dir, checkpoint, snapshot)
@@ -353,7 +354,11 @@ class Checkpointer:
         with one_line_errors(checkpoint["path"], errors=(RuntimeError, KeyError, ValueError)):
             load_state(self.state["model"], self.state["optimizer"], checkpoint)
             for key, entry in self.state.items():
-                if key not in ("model", "optimizer", *skip) and checkpoint.get(key):  # else it keeps its initial state
+                if key in ("model", "optimizer", *skip):
+                    continue
+                if key not in checkpoint:
+                    print0(f"WARNING: {checkpoint['path']} has no {key}: it keeps its initial state")
+                elif checkpoint[key] != {}:  # that of a loss scale that was off
                     entry.load_state_dict(checkpoint[key])
         unclaimed = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
         if unclaimed:

@@ -108,7 +108,7 @@ def config_to_hf(config):
     hf_config = {"architectures": [HF_CLASSES[kind]], "model_type": kind, **HF_FIXED[kind],
                  **{hf_name: getattr(config, name) for name, hf_name in HF_FIELDS[kind].items()}}
     if kind == "gpt2":
-        return {**hf_config, "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
+        return {**hf_config, "activation_function": {"tanh": "gelu_new", "exact": "gelu"}[config.gelu],
                 "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
     hf_config |= {"attention_dropout": config.dropout, "rope_theta": config.rope_theta,
                   "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}  # for transformers 5
@@ -326,6 +326,25 @@ Settings of the training:
 """
 
 
+def compare_with_transformers(model, hf_config):
+    """Ends the program if transformers computes something else: model.py was changed, and config_to_hf was not."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        return print("not compared with transformers, which is not installed")
+    print("comparing with transformers ...", flush=True)
+    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)).eval()
+    twin.load_state_dict(to_hf(model.state_dict(), model.config))
+    idx = torch.arange(model.config.max_seq_len)[None] % model.config.vocab_size
+    with torch.no_grad():
+        logits = model(idx)
+        difference = ((twin(idx).logits - logits).abs().max() / logits.abs().max()).item()
+    if not difference < 1e-3:
+        fail(f"{hf_config['architectures'][0]} is another function than this model: its logits differ by "
+             f"{difference:.1%} of the largest. Was model.py changed? Then config_to_hf has to say how, or the model "
+             f"cannot be exported")
+
+
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir."""
     from huggingface_hub import save_torch_state_dict
@@ -349,6 +368,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
     ends = {"bos_token_id": eot, "eos_token_id": [end, eot] if chat else eot, "pad_token_id": eot}
     n_vocab = end + 1 if chat else tokenizer.n_vocab  # the ids from here on are padding, or not trained
+    compare_with_transformers(model, config_to_hf(config))
     hf_config = {**config_to_hf(config), **ends, "dtype": dtype, "torch_dtype": dtype}  # torch_dtype: before 4.56
     note = ""
     if config.arch == "gpt2" and config.attention == "mla":

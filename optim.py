@@ -58,7 +58,7 @@ def set_lr(optimizer, lr, iter_num):
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-        if "momentum" in group:
+        if "ns_steps" in group:  # Muon's
             group["momentum"] = 0.85 + 0.1 * min(1.0, iter_num / 100)
 
 
@@ -95,7 +95,10 @@ def build_schedule(config, max_iters):
         if schedule == "cosine":
             progress = (it - warmup_iters) / (decay_iters - warmup_iters)
             return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
-        left = (decay_iters - it) / (wsd_decay_frac * decay_iters)  # wsd
-        return min_lr + min(1.0, left) * (learning_rate - min_lr)
+        if schedule == "wsd":
+            left = (decay_iters - it) / (wsd_decay_frac * decay_iters)
+            return min_lr + min(1.0, left) * (learning_rate - min_lr)
+        raise ValueError(f"lr_schedule={schedule}: it has no formula here")
 
+    get_lr(max(warmup_iters, decay_iters - 1))  # so a schedule without a formula is found before the first step
     return get_lr

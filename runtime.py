@@ -350,7 +350,7 @@ class Logger:
     def train(self, iter_num, **values):
         """Logs the steps since the last call: their mean loss, tokens/s, ..."""
         for metric in self.metrics:
-            values |= metric()
+            values = dict(**values, **metric())  # a name that is taken is an error
         sums, self.sums = self.sums, Counter()
         seconds, tokens = sums["seconds"], sums["rows"] * self.loader.dataset.max_seq_len
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0

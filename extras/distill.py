@@ -22,7 +22,7 @@ import runtime
 from checkpoint import check_tokenizer, describe_model, digest_weights, load_model
 from configurator import Fraction, NonNegative, fail, load_extra, one_line_errors
 from dataloader import epoch_permutation
-from model import IGNORE, LOSS_CHUNK
+from model import IGNORE, LOSS_CHUNK, linear_cross_entropy
 
 teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
 teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
@@ -113,6 +113,8 @@ class Distillation(nn.Module):
     def __init__(self, model, dataset, device, dtype, options, config):
         """dataset: of training; options: of torch.compile, or None."""
         super().__init__()
+        if model.loss_fn is not linear_cross_entropy:
+            fail(f"--teacher={config['teacher']}: its loss, DistillLoss, would replace the one in model.loss_fn")
         if teacher_cache > model.config.vocab_size:
             fail(f"--teacher_cache={teacher_cache}: expected at most the vocabulary, {model.config.vocab_size}")
         log_T = torch.tensor([math.log(teacher_temperature)], device=device)

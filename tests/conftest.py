@@ -1,7 +1,9 @@
 """Shared by all tests: the scripts on the path, started as a user starts them, and small data to start them on."""
+import ast
 import json
 import multiprocessing.connection
 import os
+import re
 import runpy
 import signal
 import socket
@@ -24,6 +26,18 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
 from shards import shard_header  # noqa: E402
 from tokenizer import get_tokenizer, padded_vocab_size  # noqa: E402
+
+
+def defaults(script):
+    """{setting: default} of a script, which is not run."""
+    body = ast.parse((ROOT / script).read_text(encoding="utf-8")).body
+    return {node.target.id: ast.literal_eval(node.value) for node in body if isinstance(node, ast.AnnAssign)}
+
+
+def literals(script):
+    """{setting: choices} of those of a script's settings that are annotated as a Literal."""
+    found = re.findall(r"^(\w+): Literal(\[.*?\])", (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: ast.literal_eval(choices) for name, choices in found}
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import resource
 import shutil
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -195,3 +196,48 @@ def test_kept_checkpoints_and_models_of_others_are_not_overwritten(shards, tmp_p
     (tmp_path / "ckpt_best.pt").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert "Hugging Face" in refused("train_gpt2.py", *args, "--overwrite=True")
+
+
+# -----------------------------------------------------------------------------
+# one more thing in a checkpoint
+
+class Entry:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return self.value
+
+    def load_state_dict(self, value):
+        self.value = value
+
+
+def new_checkpointer(folder, **entries):
+    gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
+    state = {"model": gpt, "optimizer": torch.optim.AdamW(gpt.parameters()), **entries}
+    facts = {**small_checkpoint(), "config": dict(keep_interval=0, eval_interval=1, overwrite=True)}
+    for key in ("model", "iter_num", "val_loss", "val_iter"):
+        del facts[key]
+    return checkpoints.Checkpointer(folder, state, facts, resuming=False)
+
+
+@pytest.mark.parametrize("value", [0, 0.0, [], torch.zeros(3), {"n": 1}])
+def test_an_entry_is_restored_whatever_its_value_and_a_missing_one_is_named(tmp_path, capsys, value):
+    first = new_checkpointer(tmp_path, entry=Entry(value))
+    first.save(1)
+    first.wait()
+    first.lock.release()
+    second = new_checkpointer(tmp_path, entry=Entry("initial"), other=Entry("initial"))
+    second.restore()
+    assert same(second.state["entry"].value, value) and second.state["other"].value == "initial"
+    assert "has no other: it keeps its initial state" in capsys.readouterr().out
+
+
+def test_an_entry_that_could_not_be_read_again_or_has_a_facts_name_ends_the_first_save(tmp_path):
+    checkpointer = new_checkpointer(tmp_path / "value", entry=Entry(np.float64(0.5)))
+    checkpointer.save(1)
+    with pytest.raises(Exception, match="numpy"):
+        checkpointer.wait()
+    assert not (tmp_path / "value" / "ckpt.pt").exists()
+    with pytest.raises(TypeError, match="stage"):
+        new_checkpointer(tmp_path / "name", stage=Entry(1)).save(1)

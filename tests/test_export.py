@@ -17,6 +17,7 @@ from checkpoint import load_checkpoint, load_model
 from conftest import TINY, read_log, refused, run, write_shards
 from dataloader import TokenDataset
 from export_hf import config_from_hf, config_to_hf, from_hf, to_hf
+from model import GPT2MLP
 from sample import generate
 from test_generate import save
 from test_model import VARIANTS, new_gpt, tokens
@@ -238,6 +239,14 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path, capsys):
     export_hf.export(checkpoint, full, "float32", 10 ** 9, overwrite=True)
     assert (full / "thesis.txt").read_text() == "mine"
     assert len(weights(full)) == len(load_checkpoint(full)["model"]) - 1  # without the head
+
+
+def test_a_model_that_computes_something_else_is_refused_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    """As after a change of model.py: ReLU squared in the MLP."""
+    monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))
+    with pytest.raises(SystemExit):
+        export(save(tmp_path, new_gpt("gpt2")), tmp_path / "hf")
+    assert "GPT2LMHeadModel is another function" in capsys.readouterr().err and not (tmp_path / "hf").exists()
 
 
 def test_float16_that_overflows_is_refused_before_anything_is_written(tmp_path, capsys):

@@ -6,6 +6,7 @@ import torch
 
 from configurator import extra_settings
 from conftest import TINY, chats, check_same_run, fail_writes, load, patched, read_log, refused, run
+from test_chat import SFT
 
 ARGS = [*TINY, "--sample_tokens=0"]
 SPAM = [["--optimizer=adamw_spam", "--spam_interval=10"]] if extra_settings("spam") else []
@@ -66,3 +67,34 @@ def test_one_rank_and_float16_are_refused(shards, tmp_path):
     args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--fsdp=True"]
     assert "--fsdp=True: expected several ranks" in refused("train_gpt2.py", *args)
     assert "--fsdp=True: expected " in run("train_gpt2.py", *args, "--dtype=float16", ranks=2, code=2)
+
+
+@pytest.mark.parametrize("extra", [[], ["--optimizer=muon"]], ids=["adamw", "muon"])
+def test_a_sharded_model_is_tuned_like_a_whole_one(trained, tmp_path, extra):
+    """Losses, the answer that is printed, a checkpoint that resumes unsharded. Muon rounds to bfloat16, so its tolerance."""
+    data = chats(tmp_path / "chats.jsonl")
+    args = [*SFT, *extra, f"--init_from={trained}", f"--data={data}", f"--chat_dir={tmp_path}/rows"]
+    outputs = [run("chat_sft.py", *args, f"--out_dir={tmp_path}/whole"),
+               run("chat_sft.py", *args, f"--out_dir={tmp_path}/sharded", "--fsdp=True", ranks=2)]
+    whole, sharded = (read_log(tmp_path / name, "train_loss", "val_loss", "recompiles") for name in ("whole", "sharded"))
+    assert whole.keys() == sharded.keys()
+    for key, value in whole.items():
+        assert sharded[key] == pytest.approx(value, abs=5e-3 if extra else 1e-4), key
+    samples = [output.split("----- sample")[1].split("-----")[0] for output in outputs]
+    assert samples[0] == samples[1]
+    assert load(tmp_path / "whole")["model"].keys() == load(tmp_path / "sharded")["model"].keys()
+    run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/sharded", "--fsdp=False", "--max_iters=22",
+        f"--chat_dir={tmp_path}/rows")
+
+
+@pytest.mark.skipif(not extra_settings("distill"), reason="extras/distill.py is not here")
+def test_a_sharded_teacher_is_the_teacher(shards, trained, tmp_path):
+    """Of another width than its student, which is sharded too."""
+    args = [*TINY, f"--data_dir={shards}", "--n_embd=16", f"--teacher={trained}", "--teacher_temperature=2",
+            "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0"]
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole")
+    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/sharded", "--fsdp=True", ranks=2)
+    keys = "train_loss", "ce_loss", "kl_loss", "temperature", "val_loss", "grad_norm"
+    whole, sharded = (read_log(tmp_path / name, *keys) for name in ("whole", "sharded"))
+    assert whole.keys() == sharded.keys() and len(whole) == 6 * 5 + 4
+    assert all(sharded[key] == pytest.approx(value, abs=1e-4) for key, value in whole.items())

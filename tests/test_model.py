@@ -1,6 +1,7 @@
 """The model against independent ones: transformers for the architectures, a plain formula for the loss."""
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import transformers
 
 import model as model_module
+from conftest import literals
 from export_hf import from_hf, to_hf
 from model import GPT, GPTConfig, IGNORE, linear_cross_entropy
 
@@ -62,6 +64,17 @@ def transformers_twin(gpt):
 
 def tokens(batch=2, length=48, seed=1):
     return torch.randint(0, 384, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_each_field_of_the_config_is_in_a_variant():
+    """So a new one is tested as the others are: cached decoding equals uncached, packed unpacked, exported ours."""
+    tested = {*SMALL, "dropout", "embed_norm", "gelu", "exact", "intermediate_size", "rope_theta"}  # elsewhere
+    for variant in VARIANTS.values():
+        tested |= {*variant, *variant.values()}
+    choices = literals("train_gpt2.py")
+    for field in fields(GPTConfig):
+        for name in {field.name, *choices.get(field.name, ())} - {field.default}:
+            assert name in tested, f"{field.name} is new, or its choice {name}: add a variant with it to VARIANTS"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -211,6 +224,30 @@ def test_chunked_loss_equals_the_formula(monkeypatch, n):
         assert (gradient - expected).abs().max() < 1e-5
     with torch.no_grad():
         assert linear_cross_entropy(x, weight, targets).item() == pytest.approx(ours.item(), rel=1e-6)
+
+
+def test_the_gradient_is_that_of_the_loss(monkeypatch):
+    """
+    By differences, and with every further argument of the loss on: what is added to the loss must be added to its
+    gradient, too, which is written by hand. And the loss is a sum over targets, and over nothing else.
+    """
+    monkeypatch.setattr(model_module, "LOSS_CHUNK", 8)
+    further = dict.fromkeys([*signature(linear_cross_entropy).parameters][3:], 0.5)
+    torch.manual_seed(0)
+    inputs = torch.randn(29, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    targets = torch.randint(0, 40, (29,))
+    targets[::3] = IGNORE
+
+    def loss(x, weight, rows=slice(None)):
+        return linear_cross_entropy(x[rows], weight, targets[rows], **further)
+
+    gradients, along = torch.autograd.grad(loss(*inputs), inputs), [torch.randn_like(value) for value in inputs]
+    ahead, back = (loss(*(value + step * a for value, a in zip(inputs, along))).item() for step in (0.01, -0.01))
+    slope = sum((gradient * a).sum().item() for gradient, a in zip(gradients, along))
+    assert (ahead - back) / 0.02 == pytest.approx(slope, rel=0.01)
+    assert gradients[0][targets == IGNORE].abs().max() == 0
+    parts = loss(*inputs, rows=slice(0, 11)) + loss(*inputs, rows=slice(11, 29))
+    assert parts.item() == pytest.approx(loss(*inputs).item(), rel=1e-5)
 
 
 def test_a_batch_without_targets_has_loss_and_gradients_of_zero():

@@ -3,6 +3,8 @@ import pytest
 import torch
 
 from conftest import same
+from checkpoint import get_state, load_state
+from conftest import defaults, literals, same
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr
 
@@ -51,6 +53,13 @@ def test_wsd_equals_torch():
 
 def test_constant_stays():
     assert learning_rates("constant", steps=200)[10:] == [0.6] * 190
+
+
+def test_a_schedule_without_a_formula_is_found_before_the_first_step():
+    with pytest.raises(ValueError, match="inverse_sqrt"):
+        build_schedule(schedule_config("inverse_sqrt"), 100)
+    for choice in literals("train_gpt2.py")["lr_schedule"]:
+        build_schedule(schedule_config(choice), 100)
 
 
 def test_chat_tuning_warms_up_for_a_tenth_of_the_run_and_at_most_100_steps():
@@ -131,6 +140,35 @@ def test_a_group_has_one_setting_besides_torchs(optimizer):
     keys = {*torch.optim.AdamW([torch.zeros(1)]).param_groups[0], "lr_scale"}
     for group in configure_optimizer(small_gpt("gpt2"), optimizer_config(optimizer)).param_groups:
         assert group.keys() == keys
+
+
+@pytest.mark.parametrize("optimizer", literals("train_gpt2.py")["optimizer"])
+def test_each_optimizer_resumes_exactly(optimizer):
+    """All it has to keep is in its `state`: the groups are not restored, their settings may change on resume."""
+    def create():
+        gpt = small_gpt("llama")
+        return gpt, configure_optimizer(gpt, {**defaults("train_gpt2.py"), "optimizer": optimizer})
+
+    def take_steps(gpt, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            for p in gpt.parameters():
+                p.grad = torch.randn_like(p)
+            set_lr(optimizer, 1e-3, step)
+            optimizer.step()
+
+    whole, first, second = create(), create(), create()
+    take_steps(*whole, range(4))
+    take_steps(*first, range(2))
+    load_state(*second, dict(zip(("model", "optimizer"), get_state(*first))))
+    take_steps(*second, range(2, 4))
+    assert same(whole[0].state_dict(), second[0].state_dict())
+
+
+def test_a_momentum_that_is_not_muons_stays():
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr_scale": 1.0}], lr=1e-3, momentum=0.5)
+    set_lr(optimizer, 1e-3, iter_num=50)
+    assert optimizer.param_groups[0]["momentum"] == 0.5
 
 
 # ---------------------------------------------------------------------------------------------------

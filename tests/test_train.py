@@ -407,3 +407,28 @@ def test_a_peak_is_that_of_the_card(monkeypatch):
             else:
                 with pytest.raises(pytest.fail.Exception, match="measured"):
                     runtime.peak_flops(torch.device("cuda:0"), dtype)
+
+
+# -----------------------------------------------------------------------------
+# one more metric
+
+def test_a_metric_may_read_gradients_and_takes_no_other_name(shards, tmp_path):
+    patch = """
+import model, torch
+def norm(self):
+    return torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]).item()
+
+def init(self, out_dir, config, max_iters, loader, model, *rest):
+    self.model = model
+    first_init(self, out_dir, config, max_iters, loader, model, *rest)
+    self.metrics.append(lambda: {NAME: norm(self)})
+
+first_init, runtime.Logger.__init__ = runtime.Logger.__init__, init
+"""
+    args = [*TINY, f"--data_dir={shards}", "--max_iters=2", "--grad_clip=0"]
+    run(patched(tmp_path, "train_gpt2.py", patch.replace("NAME", "'another'")), *args, f"--out_dir={tmp_path}/o")
+    log = read_log(tmp_path / "o", "another", "grad_norm")
+    assert log["another", 2] == pytest.approx(log["grad_norm", 2]) and log["another", 2] > 0
+    output = run(patched(tmp_path, "train_gpt2.py", patch.replace("NAME", "'grad_norm'")), *args, "--overwrite=True",
+                 f"--out_dir={tmp_path}/o", code=1)
+    assert "multiple values for keyword argument 'grad_norm'" in output
