@@ -55,9 +55,11 @@ class SpikeGuard:
         """Whether the step is to be taken back; one that is merely not finite is the loop's to skip."""
         self.anomaly = self.detect_spike(iter_num, loss, grad_norm)
         if self.anomaly and self.stats["faults"] >= max_faults:
-            saved = f"the last good one is in {self.out_dir}" if has_checkpoint(self.out_dir) else "none is saved"
-            fail(f"step {iter_num}: {self.anomaly}, anomaly number {self.stats['faults']} in a row: stopped. Of the "
-                 f"checkpoints {saved}; try a lower --learning_rate")
+            saved = "Nothing is saved"
+            if has_checkpoint(self.out_dir):
+                saved = f"The last good checkpoint is in {self.out_dir}"
+            fail(f"step {iter_num}: {self.anomaly}, anomaly number {self.stats['faults']} in a row: stopped. {saved}; try "
+                 f"a lower --learning_rate")
         return self.spike
 
     def recover(self, iter_num, checkpointer, log):

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from chat_data import load_conversations
 from checkpoint import has_checkpoint, load_checkpoint
 from configurator import configure
-from conftest import (ROOT, TINY, Program, chats, check_same_run, damage, load, one_line_or_works, read_log, run,
-                      run_ranks)
+from conftest import (ROOT, TINY, Program, chats, check_same_run, damage, load, one_line_or_works, patched, read_log,
+                      run, run_ranks)
 from dataloader import TokenDataset
 from shards import read_meta
 from tokenizer import get_tokenizer
@@ -85,6 +85,17 @@ print("still here")
     output = run(tmp_path / "script.py", code=1)
     assert "counts as one" in output and "interrupted: step 5 is saved" in output
     assert "still here" not in output and "Traceback" not in output
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(shards, tmp_path):
+    signal_rank_1 = ("import os, signal\nseed = runtime.step_seed\n"
+                     "def seed_and_signal(seed_, step, rank):\n"
+                     "    if (step, rank) == (3, 1):\n        os.kill(os.getpid(), signal.SIGUSR1)\n"
+                     "    return seed(seed_, step, rank)\n"
+                     "runtime.step_seed = seed_and_signal")
+    output = run(patched(tmp_path, "train_gpt2.py", signal_rank_1), *ARGS, f"--data_dir={shards}",
+                 f"--out_dir={tmp_path}/o", ranks=2)
+    assert "stopped after step 4, which is saved" in output and load(tmp_path / "o")["iter_num"] == 4
 
 
 def test_a_signal_to_torchrun_saves_on_all_ranks_together(shards, tmp_path):
