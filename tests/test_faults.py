@@ -2,6 +2,7 @@
 import importlib.util
 import json
 import os
+import re
 import random
 import shutil
 import signal
@@ -193,15 +194,15 @@ def test_ranks_interrupted_equal_ranks_uninterrupted(shards, tmp_path, extra, ra
 
 
 def test_a_killed_rank_ends_all_and_torchrun_restarts_them_where_they_were(shards, tmp_path):
-    args = [*ARGS, f"--data_dir={shards}", "--max_iters=60"]
+    args = [*ARGS, f"--data_dir={shards}", "--max_iters=120"]
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole", ranks=2)
     program = torchrun("--max-restarts=1", ROOT / "train_gpt2.py", *args, f"--out_dir={tmp_path}/killed",
                        "--init_from=auto")
-    read_until(program, "step 15/60")
+    read_until(program, "step 15/120")
     children = subprocess.run(["pgrep", "-P", str(program.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    output = program.communicate(timeout=120)[0]
-    assert program.returncode == 0 and "resumed at step 10" in output, output[-3000:]
+    output = program.communicate(timeout=400)[0]
+    assert program.returncode == 0 and re.search(r"resumed at step \d+0, ", output), output[-3000:]
     assert "error: another rank is gone" in output, output[-3000:]
     check_same_run(tmp_path / "whole", tmp_path / "killed")
 
