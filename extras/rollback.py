@@ -58,8 +58,8 @@ class SpikeGuard:
             saved = "Nothing is saved"
             if has_checkpoint(self.out_dir):
                 saved = f"The last good checkpoint is in {self.out_dir}"
-            fail(f"step {iter_num}: {self.anomaly}, anomaly number {self.stats['faults']} in a row: stopped. {saved}; try "
-                 f"a lower --learning_rate")
+            fail(f"step {iter_num}: {self.anomaly}, anomaly number {self.stats['faults']} in a row: stopped. {saved}; "
+                 f"try a lower --learning_rate")
         return self.spike
 
     def recover(self, iter_num, checkpointer, log):
