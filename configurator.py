@@ -25,7 +25,7 @@ import sys
 import traceback
 import types
 import typing
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -148,20 +148,13 @@ def read_config_file(path):
 
 def parse(text, hint):
     """The Python value that a flag's text stands for under an annotation; if there is none, the text itself."""
-    for kind, _ in alternatives(hint):
-        if kind is type(None) and text == "None":
-            return None
-        if kind is bool and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                pass
-        if typing.get_origin(kind) is typing.Literal:
-            for choice in typing.get_args(kind):
-                if text == str(choice):
-                    return choice
+    kinds = [kind for kind, _ in alternatives(hint)]
+    if str in kinds and not (text == "None" and type(None) in kinds):
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    with suppress(Exception):  # whatever is wrong with it, check names the text
+        return ast.literal_eval(text)
     return text
 
 
@@ -209,18 +202,10 @@ def did_you_mean(name, settings):
 
 
 def print_help(script, settings, extras):
-    """Every setting with its default and its comment, as in the script, under its docstring; then those of extras/."""
-    source = open(script, encoding="utf-8").read()
-    lines = [(ast.get_docstring(ast.parse(source)) or "").strip(), "", "settings (--name=value, or in a config file):"]
-    for path in [script, *(EXTRAS / f"{extra}.py" for extra in extras if (EXTRAS / f"{extra}.py").exists())]:
-        source = open(path, encoding="utf-8").read()
-        found = re.findall(r"^ *(\w+):[^=\n]+=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE)
-        names = [(name, comment) for name, comment in found if name in settings]
-        if path != script and names:
-            lines += ["", f"extras/{path.name}: {ast.get_docstring(ast.parse(source)).splitlines()[0]}"]
-        for name, comment in names:
-            hint, default = settings[name]
-            lines.append(f"  --{name}={default}".ljust(44) + comment)
-            if len(alternatives(hint)) > 1 or typing.get_origin(hint) is typing.Literal:
-                lines.append(" " * 44 + accepted(hint))
+    """A script's docstring, and its settings as they stand in the source, with defaults and comments; then extras'."""
+    lines = [ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""]
+    lines += ["", "settings, given as --name=value, or as name = value in a config file:"]
+    for path in [Path(script), *(EXTRAS / f"{extra}.py" for extra in extras if (EXTRAS / f"{extra}.py").exists())]:
+        found = re.findall(r"^ *((\w+): .+ = .+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        lines += ["", f"in {path.name}", *(f"  {line}" for line, name in found if name in settings)]
     print("\n".join(lines))  # in one go: `| head` may close the pipe

@@ -50,57 +50,39 @@ class GPTConfig:
 
     def __post_init__(self):
         """Fills in what is None. Raises ValueError, naming the field, for what cannot be built."""
-        validate_config(self)
-        hd = self.n_embd // self.n_head
-        self.n_kv_head = self.n_kv_head or self.n_head
-        if self.intermediate_size is None:
-            # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
-            self.intermediate_size = 4 * self.n_embd if self.arch == "gpt2" else 64 * math.ceil(self.n_embd / 24)
-        if self.attention == "mla":
+        gpt2, mla, C, hd = self.arch == "gpt2", self.attention == "mla", self.n_embd, self.n_embd // self.n_head
+        # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
+        derived = {"n_kv_head": self.n_head, "intermediate_size": 4 * C if gpt2 else 64 * math.ceil(C / 24)}
+        if mla:
             # A head's query and key, nope + rope, are as wide as its value. If they differed, SDPA's flash kernels
             # would decline: CUDA would take its memory-efficient one, a CPU the plain one with all T x T weights.
-            if self.kv_lora_rank is None:
-                self.kv_lora_rank = min(128, self.n_embd // 2)
-            if self.qk_rope_head_dim is None:
-                self.qk_rope_head_dim = 0 if self.arch == "gpt2" else max(2, hd // 4 * 2)
-            if self.qk_nope_head_dim is None:
-                self.qk_nope_head_dim = max(1, hd - self.qk_rope_head_dim)
-            if self.v_head_dim is None:
-                self.v_head_dim = hd
+            rope = 0 if gpt2 else self.qk_rope_head_dim or max(2, hd // 4 * 2)
+            derived |= {"kv_lora_rank": min(128, C // 2), "qk_rope_head_dim": rope,
+                        "qk_nope_head_dim": max(1, hd - rope), "v_head_dim": hd}
+        for name, value in derived.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+        def expect(name, ok, accepted):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)}: {accepted}")
+
+        expect("n_embd", C % self.n_head == 0, f"expected a multiple of n_head={self.n_head}")
+        for name in NO_CHOICE[self.arch] + NO_CHOICE[self.attention]:
+            value = derived.get(name, getattr(GPTConfig, name))
+            expect(name, getattr(self, name) == value, f"arch={self.arch} attention={self.attention} has {value}")
+        expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
+        if not gpt2:
+            rotated = self.qk_rope_head_dim if mla else hd
+            expect("qk_rope_head_dim" if mla else "n_head", rotated and rotated % 2 == 0,
+                   f"rotary positions need an even width, it is {rotated}")
 
 
-def validate_config(c):
-    """Raises ValueError, naming the field and what it accepts, for a GPTConfig that no model can be built from."""
-    def expect(name, ok, accepted):
-        if not ok:
-            raise ValueError(f"{name}={getattr(c, name)}: {accepted}")
-
-    for name in ("max_seq_len", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "intermediate_size",
-                 "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
-        expect(name, getattr(c, name) is None or getattr(c, name) >= 1, "expected at least 1")
-    hd, gpt2, mla, rope = c.n_embd // c.n_head, c.arch == "gpt2", c.attention == "mla", c.qk_rope_head_dim
-    expect("arch", c.arch in ATTENTION, "expected gpt2 or llama")
-    expect("attention", c.attention in ("mha", "mla"), "expected mha or mla")
-    expect("n_embd", c.n_embd % c.n_head == 0, f"expected a multiple of n_head={c.n_head}")
-    expect("dropout", 0 <= c.dropout < 1, "expected a number from 0 to below 1")
-    expect("rope_theta", c.rope_theta > 0, "expected a positive number")
-    expect("gelu", c.gelu == "tanh" or c.gelu == "exact" and gpt2, "expected tanh, or with arch=gpt2 exact")
-    expect("embed_norm", not (c.embed_norm and gpt2), "only with arch=llama: gpt2's head is tied to its embedding")
-    expect("qk_norm", not c.qk_norm or not gpt2 and not mla, "only with arch=llama attention=mha")
-    expect("n_kv_head", c.n_kv_head in (None, c.n_head) or not gpt2 and not mla and c.n_head % c.n_kv_head == 0,
-           f"expected n_head={c.n_head}, or with arch=llama attention=mha a divisor of it")
-    expect("n_head", gpt2 or mla or hd % 2 == 0, f"rotary positions need an even n_embd / n_head, got {hd}")
-    for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        expect(name, mla or getattr(c, name) is None, "only with attention=mla")
-    for name in ("kv_lora_rank", "q_lora_rank"):
-        expect(name, (getattr(c, name) or 0) <= c.n_embd, f"expected at most n_embd={c.n_embd}")
-    if gpt2:  # with mla it is a GPT-2 once keys and values are multiplied out
-        expect("q_lora_rank", c.q_lora_rank is None, "only with arch=llama")
-        expect("qk_rope_head_dim", rope in (None, 0), "arch=gpt2 learns its positions and rotates nothing")
-        expect("qk_nope_head_dim", c.qk_nope_head_dim in (None, hd), f"arch=gpt2 has n_embd / n_head = {hd}")
-        expect("v_head_dim", c.v_head_dim in (None, hd), f"arch=gpt2 has n_embd / n_head = {hd}")
-    else:
-        expect("qk_rope_head_dim", rope is None or rope > 0 and rope % 2 == 0, "expected an even number above 0")
+MLA_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Fields in which a variant has no choice. gpt2 with mla is a plain GPT-2 once keys and values are multiplied out.
+NO_CHOICE = {
+    "gpt2": ("n_kv_head", "qk_norm", "embed_norm", *MLA_SIZES[1:]), "llama": ("gelu",),
+    "mha": MLA_SIZES, "mla": ("n_kv_head", "qk_norm")}
 
 
 # -----------------------------------------------------------------------------
@@ -462,12 +444,13 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx)  # (B, T, C)
         if self.config.embed_norm:
             x = F.rms_norm(x, (x.size(-1),), eps=1e-5)
+        if positions is None:
+            positions = torch.arange(T, device=idx.device)[None]
         rope = None
         if self.config.arch == "gpt2":
-            x = x + (self.transformer.wpe.weight[:T] if positions is None else self.transformer.wpe(positions))
+            x = x + self.transformer.wpe(positions)
         else:
-            at = slice(T) if positions is None else positions
-            rope = [table[at].view(-1, T, 1, table.size(1)) for table in (self.rope_cos, self.rope_sin)]
+            rope = [table[positions][:, :, None] for table in (self.rope_cos, self.rope_sin)]
         if cache is not None:
             S = cache[0][0].size(2)
             mask = (torch.arange(S, device=idx.device) <= positions[..., None])[:, None]  # (B, 1, T, S)

@@ -10,7 +10,7 @@ In the order it runs: settings, setup, data, model, optimizer; then evaluate, fo
 import math
 import time
 from dataclasses import asdict, fields
-from typing import Literal, Optional
+from typing import Annotated, Literal, Optional
 
 import torch
 
@@ -46,20 +46,20 @@ max_seq_len: Positive = 1024
 # model
 arch: Literal["gpt2", "llama"] = "gpt2"
 attention: Literal["mha", "mla"] = "mha"  # multi-head or multi-head latent
-n_layer: int = 12
-n_head: int = 12
-n_embd: int = 768
-n_kv_head: Optional[int] = None  # llama: grouped-query attention; None: n_head
+n_layer: Positive = 12
+n_head: Positive = 12
+n_embd: Positive = 768
+n_kv_head: Optional[Positive] = None  # llama: grouped-query attention; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
 embed_norm: bool = False  # llama: normalise the embedding
-intermediate_size: Optional[int] = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
+intermediate_size: Optional[Positive] = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
 gelu: Literal["tanh", "exact"] = "tanh"  # gpt2: GPT-2's approximation, or nanoGPT's exact one
-rope_theta: float = 10000.0  # llama
-kv_lora_rank: Optional[int] = None  # mla: latent width, cached per token; None: 128, at most n_embd / 2
-q_lora_rank: Optional[int] = None  # mla, llama: latent width of queries; None: no latent
-qk_nope_head_dim: Optional[int] = None  # mla: query width without the rotated part; None: the rest of n_embd / n_head
-qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
-v_head_dim: Optional[int] = None  # mla: None: n_embd / n_head
+rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama
+kv_lora_rank: Optional[Positive] = None  # mla: latent width, cached per token; None: 128, at most n_embd / 2
+q_lora_rank: Optional[Positive] = None  # mla, llama: latent width of queries; None: no latent
+qk_nope_head_dim: Optional[Positive] = None  # mla: width of the unrotated part of a query; None: the rest
+qk_rope_head_dim: Optional[NonNegative] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
+v_head_dim: Optional[Positive] = None  # mla: None: n_embd / n_head
 dropout: BelowOne = 0.0  # on embeddings, attention weights and residual branches
 recompute: bool = False  # activation checkpointing: less memory, a third slower
 # optimizer

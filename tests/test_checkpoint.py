@@ -198,6 +198,31 @@ def test_kept_checkpoints_and_models_of_others_are_not_overwritten(shards, tmp_p
     assert "Hugging Face" in refused("train_gpt2.py", *args, "--overwrite=True")
 
 
+def test_a_hook_that_swaps_the_weights_does_not_swap_those_that_are_saved(shards, trained, tmp_path):
+    """On a slow disk, where the checkpoint of the step would still be under way."""
+    swap = """
+import sample, torch
+
+def sample_hook(model, *_, **__):
+    @torch.no_grad()
+    def hook(iter_num, done):
+        weights = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.zero_()
+        time.sleep(0.5)
+        for p, kept in zip(model.parameters(), weights):
+            p.copy_(kept)
+        return {}
+    return hook
+
+sample.sample_hook, write = sample_hook, checkpoint.write_checkpoint
+checkpoint.write_checkpoint = lambda *args: time.sleep(0.3) or write(*args)
+"""
+    run(patched(tmp_path, "train_gpt2.py", swap), *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+    for name in ("ckpt_prev.pt", "ckpt.pt"):
+        assert same(load(tmp_path / "o", name)["model"], load(trained, name)["model"])
+
+
 # -----------------------------------------------------------------------------
 # one more thing in a checkpoint
 
