@@ -37,11 +37,9 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
                  f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
                  f"--data_dir={data_dir}")
-        self.data_dir, self.max_seq_len, self.meta = data_dir, max_seq_len, read_meta(data_dir)
-        self.tokenizer = get_tokenizer(self.meta["tokenizer"])
-        if self.meta["vocab_size"] != padded_vocab_size(self.tokenizer):
-            fail(f"{data_dir}/meta.json: vocab_size {self.meta['vocab_size']} is not that of its tokenizer, "
-                 f"{padded_vocab_size(self.tokenizer)} for {self.meta['tokenizer']}")
+        self.data_dir, self.max_seq_len = data_dir, max_seq_len
+        self.tokenizer = get_tokenizer(read_meta(data_dir)["tokenizer"])
+        self.vocab_size = padded_vocab_size(self.tokenizer)
         self.shards = [read_shard(path) for path in paths]
         self.ends = np.cumsum([(len(shard) - 1) // max_seq_len for shard in self.shards])  # rows up to each end
         self.tokens = sum(len(shard) for shard in self.shards)
@@ -70,10 +68,10 @@ class TokenDataset:
             start = (int(i) - (int(self.ends[shard - 1]) if shard else 0)) * T
             rows.append(self.shards[shard][start:start + T + 1])
         rows = np.stack(rows)  # (B, T + 1)
-        if rows.max() >= self.meta["vocab_size"]:
+        if rows.max() >= self.vocab_size:
             fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
-                 f"{self.meta['tokenizer']}, ends at {self.meta['vocab_size'] - 1}: its shards come from another "
-                 f"tokenizer, or are damaged", alone=True)
+                 f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or "
+                 f"are damaged", alone=True)
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
         return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
 

@@ -70,7 +70,8 @@ class GPTConfig:
         expect("n_embd", C % self.n_head == 0, f"expected a multiple of n_head={self.n_head}")
         for name in NO_CHOICE[self.arch] + NO_CHOICE[self.attention]:
             value = derived.get(name, getattr(GPTConfig, name))
-            expect(name, getattr(self, name) == value, f"arch={self.arch} attention={self.attention} has {value}")
+            expect(name, getattr(self, name) == value,
+                   f"expected {value} with arch={self.arch} attention={self.attention}")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
         if not gpt2:
             rotated = self.qk_rope_head_dim if mla else hd

@@ -249,7 +249,7 @@ while True:
 
     # log
     log.step(loss_sum=loss_sum, targets=tokens_per_step, tokens=tokens_per_step, rows=global_batch_size,
-             seconds=time.perf_counter() - t0, clipped=0 < grad_clip < grad_norm)
+             seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm)
     optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients

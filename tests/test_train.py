@@ -251,7 +251,7 @@ def test_a_large_seed_is_taken(shards, tmp_path):
     (["--device=cuda:7"], ["device=cuda:7"]),
     (["--device=tpu"], ["device=tpu", "auto, cpu"]),
     (["--n_head=3"], ["n_embd=32", "n_head=3"]),
-    (["--qk_norm=True"], ["qk_norm", "llama"]),
+    (["--qk_norm=True"], ["qk_norm=True", "arch=gpt2"]),
     (["--batch_size=0"], ["batch_size=0"]),
     (["--n_layer=0"], ["n_layer=0"]),
     (["--attention=mla", "--v_head_dim=0"], ["v_head_dim=0"]),
