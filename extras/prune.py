@@ -8,6 +8,7 @@ mask.
 from typing import Literal, Optional
 
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from configurator import NonNegative, Positive, fail
 from optim import param_group_of
@@ -28,10 +29,10 @@ class Pruner:
     """
 
     def __init__(self, model, optimizer, config, max_iters, checkpoint=None):
-        self.optimizer, self.sparsity, self.step, self.last = optimizer, config["sparsity"], 0, 0
+        self.optimizer, self.sparsity, self.step, self.reached = optimizer, config["sparsity"], 0, 0
         # begin when weights have left their initialisation, end while the rate is high enough to make up for it
         self.begin = max_iters // 10 if prune_begin is None else prune_begin
-        self.end = max(1, 3 * max_iters // 4) if prune_end is None else prune_end
+        self.end = 3 * max_iters // 4 if prune_end is None else prune_end
         self.interval = prune_interval or max(1, (self.end - self.begin) // 100)
         if self.begin > self.end:
             fail(f"--prune_begin={self.begin}: after --prune_end={self.end}; give both")
@@ -44,13 +45,12 @@ class Pruner:
         self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.params.items()}
         if checkpoint and "masks" in checkpoint:
             self.load_state_dict(checkpoint["masks"])
-            rounding = len(self.masks) / sum(mask.numel() for mask in self.masks.values())
-            if self.metrics()["sparsity"] > self.sparsity + rounding:
-                fail(f"--sparsity={self.sparsity}: {self.metrics()['sparsity']:.4f} of this model's weights are pruned "
+            if self.metrics()["sparsity"] > self.sparsity + 0.001:  # counts are rounded, matrix by matrix
+                fail(f"--sparsity={self.sparsity}: {self.metrics()['sparsity']:.4f} of the weights are pruned "
                      f"already; give at least that")
-        optimizer.register_step_post_hook(lambda *_: self.prune())
+        optimizer.register_step_post_hook(self.prune)
         print0(f"pruning: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval}, {prune_by}, "
-               f"scope {prune_scope}" + ("" if max_iters >= self.end else f"; the run ends at step {max_iters}"))
+               f"scope {prune_scope}; the run ends at step {max_iters}")
 
     def mask_gradients(self, iter_num):
         """Zeros the gradients of pruned weights, so they count in no norm or momentum; notes the step for prune."""
@@ -68,35 +68,33 @@ class Pruner:
         return p.abs() if prune_by == "magnitude" else p.abs() * self.optimizer.state[p]["exp_avg_sq"] ** 0.25
 
     @torch.no_grad()
-    def prune(self):
+    def prune(self, *_):
         """
         Updates the masks if it is time, and zeros the pruned weights: round(sparsity n) of each matrix, or of all
         together, which then differ in sparsity. Equal scores go in order, so ranks with the same weights have the
         same masks.
         """
-        at = min(self.step, self.end)
-        if at > self.last and (at == self.end or at > self.begin and (at - self.begin) % self.interval == 0):
-            self.last = at
+        sparsity = self.sparsity_at(self.step)
+        if sparsity > self.reached and (self.step >= self.end or (self.step - self.begin) % self.interval == 0):
+            self.reached = sparsity
             for names in [list(self.masks)] if prune_scope == "global" else [[name] for name in self.masks]:
-                pruned = torch.cat([self.masks[name].flatten() for name in names])
-                count = round(self.sparsity_at(self.step) * len(pruned))
-                if count > pruned.sum():
-                    score = torch.cat([self.score(name).flatten() for name in names])
-                    score[pruned] = -1
-                    pruned[score.argsort(stable=True)[:count]] = True
-                    for name, part in zip(names, pruned.split([self.masks[name].numel() for name in names])):
-                        self.masks[name].copy_(part.view_as(self.masks[name]))
+                masks = [self.masks[name] for name in names]
+                pruned = parameters_to_vector(masks)
+                score = parameters_to_vector(self.score(name) for name in names)
+                score[pruned] = -1  # the lowest, so they stay pruned
+                pruned[score.argsort(stable=True)[:round(sparsity * len(pruned))]] = True
+                vector_to_parameters(pruned, masks)
         for name, mask in self.masks.items():
             self.params[name].masked_fill_(mask, 0.0)
 
     def metrics(self):
-        masks = self.masks.values()
-        return {"sparsity": sum(mask.sum().item() for mask in masks) / sum(mask.numel() for mask in masks)}
+        pruned = parameters_to_vector(self.masks.values())
+        return {"sparsity": pruned.sum().item() / len(pruned)}
 
     def state_dict(self):
         return self.masks
 
     def load_state_dict(self, masks):
-        self.last = 0
+        self.reached = 0
         for name, mask in masks.items():
             self.masks[name].copy_(mask)

@@ -10,7 +10,7 @@ from extras import sanity
 from model import GPT, GPTConfig
 
 ARGS = [*TINY, "--sanity_check=True"]
-CHECKS = ("the first loss", "parameters get a gradient", "NaN or infinite", "gradients vanish", "dead", "overfitting")
+CHECKS = ("the first loss", "parameters get a gradient", "dead", "overfitting")
 
 
 @pytest.mark.parametrize("extra", [[], ["--arch=llama", "--embed_norm=True", "--optimizer=muon"]],
@@ -57,15 +57,15 @@ def test_what_keeps_a_model_from_learning_is_named(capsys):
     gpt.transformer.h[0].mlp.c_proj.weight.data.zero_()  # no gradient to the layer before, in the first step
     gpt.transformer.h[0].mlp.c_proj.weight.requires_grad_(False)
     problems, _, _ = check(gpt, capsys)
-    assert "not transformer.h.0.mlp.c_fc.weight" in problems[0]
+    assert "transformer.h.0.mlp.c_fc.weight: 0.0e+00" in problems[0]
     gpt = small_gpt()
     gpt.transformer.h[0].mlp.c_fc.bias.data.fill_(-1e4)
     problems, _, _ = check(gpt, capsys)
-    assert any("100.0% of the units of transformer.h.0.mlp.c_fc.weight are dead" in line for line in problems)
+    assert any("units are dead in 1 MLPs; transformer.h.0.mlp.c_fc.weight" in line for line in problems)
     gpt = small_gpt()
     gpt.transformer.ln_f.weight.data.fill_(torch.nan)
     problems, _, _ = check(gpt, capsys)
-    assert any("NaN" in line for line in problems)
+    assert any("transformer.wte.weight: nan" in line for line in problems)
     with torch.no_grad():
         gpt = small_gpt()
         gpt.transformer.wte.weight.mul_(100)
