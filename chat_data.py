@@ -9,17 +9,18 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from configurator import fail, one_line_errors
 from dataloader import to_device
 from model import IGNORE
-from tokenizer import ROLES, chat_tokens, decode_chat, get_tokenizer, render_chat, sanitize
+from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat, sanitize
 
 ROWS_VERSION = 1  # raise it with any change to the rows: those on disk are then made again
 
@@ -27,49 +28,34 @@ ROWS_VERSION = 1  # raise it with any change to the rows: those on disk are then
 # ---------------------------------------------------------------------------------------------------
 # sources of conversations
 
-def parse_mixture(text, setting="data"):
+def parse_mixture(text):
     """'a.jsonl,b.jsonl:3' -> {"a.jsonl": 1.0, "b.jsonl": 3.0}: passes over each source in an epoch."""
     sources = {}
     for part in text.split(","):
-        source, weight = re.fullmatch(r"(.*?)(?::([-+.\de]*))?", os.path.expanduser(part.strip())).groups("1")
-        with one_line_errors(f"--{setting}={text}: {part!r}",
-                             "expected a .jsonl file or a data set of the Hugging Face hub, or several, as SOURCE or "
-                             "SOURCE:WEIGHT; a weight above 0 and below 1e6 is the passes over it in an epoch"):
-            if not source or source in sources or not 0 < float(weight) < 1e6:
-                raise ValueError("no source, the same one again, or a weight out of range")
-            sources[source] = float(weight)
+        source, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
+        sources[source] = sources.get(source, 0) + float(weight)
     return sources
-
-
-def source_digest(source):
-    """What identifies a source: the sha256 of each of its files, or its name on the hub."""
-    if not source.endswith(".jsonl") and not os.path.exists(source):
-        return source
-    with one_line_errors(source):
-        paths = sorted(filter(Path.is_file, Path(source).rglob("*"))) or [Path(source)]
-        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
 
 
 def read_conversations(source):
     """
-    Yields (where, messages). source: a file with {"messages": [...]} on each line; a data set of the Hugging Face hub,
-    as owner/name or owner/name/config (its split train); or a folder that `datasets` can load.
+    Yields (where, messages). source: a file with {"messages": [...]} on each line; or a data set of the Hugging Face
+    hub, as owner/name or owner/name/config (its split train).
     """
-    if os.path.isfile(source):
+    if os.path.exists(source):
         for number, line in enumerate(open(source, "rb"), 1):
             if line.strip():
                 where = f"{source}, line {number}"
                 with one_line_errors(where, 'expected {"messages": [...]}'):
-                    messages = json.loads(line)["messages"]
-                yield where, messages
+                    yield where, json.loads(line)["messages"]
         return
-    if source == "HuggingFaceTB/smoltalk":
-        source += "/all"  # it has no default config
-    name = [source] if os.path.isdir(source) else source.rsplit("/", source.count("/") - 1)
-    os.environ.setdefault("USE_TORCH", "0")  # datasets can do without it
-    with one_line_errors(f"{source}: not a file, and as a data set",
-                         "expected a .jsonl file, or owner/name or owner/name/config on the Hugging Face hub"):
+    with one_line_errors(f"--data or --val_data: {source!r} is not a file, and as a data set",
+                         "expected .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as "
+                         "SOURCE or SOURCE:WEIGHT; the weight, a decimal number, is the passes over it in an epoch"):
         import datasets
+        name = source.rsplit("/", source.count("/") - 1)
+        if source == "HuggingFaceTB/smoltalk":
+            name.append("all")  # it has no default config
         conversations = datasets.load_dataset(*name, split="train")["messages"]
     for i, messages in enumerate(conversations):
         yield f"{source}, row {i}", messages
@@ -78,37 +64,30 @@ def read_conversations(source):
 # ---------------------------------------------------------------------------------------------------
 # a conversation -> inputs and targets
 
-def validate_conversation(messages):
-    """Why a conversation cannot be trained on, in a few words, or None."""
+def tokenize_conversation(tokenizer, messages, max_seq_len):
+    """
+    Returns inputs and targets, (2, n) uint16 with n <= max_seq_len, and a note if they were truncated, or "". They end
+    after an answer: one cut off in mid-sentence would teach the model never to stop. An empty system message is left
+    out. Raises ValueError, with the reason, for a conversation that cannot be trained on.
+    """
     try:
-        roles, contents = zip(*[(message["role"], message["content"].strip()) for message in messages])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return "messages is not a list of {role, content}, both strings"
-    for role in roles:
-        if role not in ROLES:
-            return f"unknown role {str(role)[:40]!r}"
-    if "assistant" not in roles:
-        return "no assistant message"
-    if not re.fullmatch("(system )?(user assistant )+(user )?", " ".join([*roles, ""])):
-        return "user and assistant do not take turns, after at most one system message"
+        roles = " ".join(message["role"] for message in messages)
+        contents = [message["content"].strip() for message in messages]
+    except Exception:
+        raise ValueError("messages is not a list of {role, content}, both strings")
+    if not re.fullmatch("(system )?user assistant( user assistant)*( user)?", roles):
+        raise ValueError("its roles are not user and assistant in turn, after at most one system message")
+    if roles.startswith("system") and not contents.pop(0):
+        messages = messages[1:]
     if not all(contents):
-        return f"an empty {roles[contents.index('')]} message"
-    return None
-
-
-def truncate_conversation(tokenizer, messages, max_seq_len):
-    """
-    Returns inputs and targets, (2, n) uint16 with n <= max_seq_len, and a note on what was truncated, "" for nothing.
-    They end after an answer: one cut off in mid-sentence would teach the model never to stop. ValueError if none fits.
-    """
+        raise ValueError("a message is empty")
     ids, trained = map(np.array, render_chat(tokenizer, messages))
-    answer_ends = np.flatnonzero(trained & (ids == chat_tokens(tokenizer)["end"]))
+    targets = np.where(trained, ids, tokenizer.eot_token)
+    answer_ends = np.flatnonzero(targets == chat_tokens(tokenizer)["end"])
     if answer_ends[0] > max_seq_len:
         raise ValueError("longer than a row before its first answer ends")
     n = answer_ends[answer_ends <= max_seq_len][-1]
-    note = ("truncated after an answer: longer than a row" if n < answer_ends[-1] else
-            "truncated after its last answer: it ends in a question" if n < len(ids) - 1 else "")
-    targets = np.where(trained, ids, tokenizer.eot_token)
+    note = "truncated after the last answer that fits into a row" if n < len(ids) - 1 else ""
     return np.array([ids[:n], targets[1:n + 1]], "<u2"), note
 
 
@@ -117,15 +96,9 @@ def load_conversations(source, tokenizer, max_seq_len, notes):
     Yields (digest, inputs and targets) for each usable conversation of a source. What is truncated or skipped is
     counted in `notes`: {reason: [count, where the first one is]}.
     """
-    for where, messages in tqdm(read_conversations(source), source, delay=2, mininterval=2):
+    for where, messages in tqdm(read_conversations(source), source, delay=2):
         try:
-            if validate_conversation(messages) == "an empty system message":
-                notes.setdefault("system message left out: it is empty", [0, where])[0] += 1
-                messages = messages[1:]
-            fault = validate_conversation(messages)
-            if fault:
-                raise ValueError(fault)
-            pair, note = truncate_conversation(tokenizer, messages, max_seq_len)
+            pair, note = tokenize_conversation(tokenizer, messages, max_seq_len)
             yield hashlib.sha256(pair).digest(), pair
         except ValueError as error:  # tiktoken's too: it refuses about a million consecutive spaces
             note = f"skipped: {error}"
@@ -142,10 +115,11 @@ def mix_conversations(splits, tokenizer, max_seq_len, seed, notes):
     for split, sources in splits.items():
         loaded = [list(load_conversations(source, tokenizer, max_seq_len, notes)) for source in sources]
         digests = sorted(digest for part in loaded for digest, _ in part)
-        held_out = set(digests[:0 if splits["val"] else -(-len(digests) // 50)])
+        held_out = set() if splits["val"] else set(digests[:-(-len(digests) // 50)])
         for i, (source, weight) in enumerate(sources.items()):
-            kept = [pair for digest, pair in loaded[i] if digest not in held_out]
-            pairs["val"] += [pair for digest, pair in loaded[i] if digest in held_out]
+            kept = []
+            for digest, pair in loaded[i]:
+                (pairs["val"] if digest in held_out else kept).append(pair)
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
             if n == 0:
                 fail(f"--{'data' if split == 'train' else 'val_data'}={source}:{weight:g}: none of its "
@@ -168,7 +142,7 @@ def best_fit(lengths, capacity):
     rows = [[] for _ in lengths]
     rows_by_space = [[] for _ in range(capacity)] + [rows[::-1]]  # [s]: those with s positions left
     by_length = sorted(enumerate(lengths), key=lambda item: -item[1])
-    for i, length in tqdm(by_length, "packing", delay=2, mininterval=2):
+    for i, length in tqdm(by_length, "packing", delay=2):
         space = next(s for s in range(length, capacity + 1) if rows_by_space[s])
         row = rows_by_space[space].pop()
         row.append(i)
@@ -176,72 +150,61 @@ def best_fit(lengths, capacity):
     return [row for row in rows if row]
 
 
-def write_rows(path, pairs, max_seq_len, pack, eot):
-    """Packs pairs (2, n) into rows at `path`, a .npy file. Returns what is in them, as counts, and their digest."""
+def fill_rows(pairs, max_seq_len, pack, eot):
+    """Packs pairs (2, n) into rows (rows, 2, max_seq_len) uint16. Returns them, their digest, and counts."""
     lengths = [pair.shape[1] for pair in pairs]
     groups = best_fit(lengths, max_seq_len) if pack else [[i] for i in range(len(pairs))]
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
     rows = np.full((len(groups), 2, max_seq_len), eot, "<u2")
-    for row, group in zip(rows, tqdm(groups, "writing rows", delay=2, mininterval=2)):
+    for row, group in zip(rows, groups):
         packed = np.hstack([pairs[i] for i in group])
         row[:, :packed.shape[1]] = packed
-    np.save(path, rows)
-    return {"conversations": len(pairs), "rows": len(rows), "tokens": sum(lengths),
-            "trained": int((rows[:, 1] != eot).sum()), "fingerprint": hashlib.sha256(rows).hexdigest()}
+    return {"rows": torch.from_numpy(rows), "fingerprint": hashlib.sha256(rows).hexdigest(),
+            "conversations": len(pairs), "tokens": sum(lengths), "trained": int((rows[:, 1] != eot).sum())}
 
 
 def build_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed, build):
     """
-    The rows of a mixture of conversations, made once and kept in a folder of chat_dir that is named after what they
-    are made from. One process of a machine makes them (`build`), the others wait for it.
+    The rows of a mixture of conversations, made once and kept in a file of chat_dir that is named after what they are
+    made from. One process of a machine makes them (`build`), the others wait for it.
 
     data, val_data: see parse_mixture; val_data None: held out of data. pack: as many whole conversations to a row as
     fit, or one. Returns train_rows and val_rows, (rows, 2, max_seq_len) uint16, memory-mapped; and info: for "train"
-    and "val" a dict of conversations, rows, tokens, trained, fingerprint; for "notes" see load_conversations.
+    and "val" see fill_rows, for "notes" load_conversations.
     """
-    splits = {"train": parse_mixture(data), "val": parse_mixture(val_data, "val_data") if val_data else {}}
-    cache_key = [ROWS_VERSION, tokenizer_name, max_seq_len, pack, seed]
-    for split, sources in splits.items():
-        cache_key += [[split, source_digest(source), weight] for source, weight in sources.items()]
-    folder = Path(chat_dir) / hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:16]
-    if build and not folder.exists():
+    splits = {"train": parse_mixture(data), "val": parse_mixture(val_data) if val_data else {}}
+    with one_line_errors(f"--data={data} --val_data={val_data}", "expected .jsonl files, or data sets of the hub"):
+        digests = [hashlib.sha256(Path(source).read_bytes()).hexdigest()
+                   for sources in splits.values() for source in sources
+                   if os.path.exists(source) or source.endswith(".jsonl")]
+    key = json.dumps([ROWS_VERSION, tokenizer_name, max_seq_len, pack, seed, splits, digests])
+    path = Path(chat_dir, f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt")
+    if build and not path.exists():
         print(f"packing {data} into rows of {max_seq_len} ...", flush=True)
         tokenizer, notes = get_tokenizer(tokenizer_name), {}
         pairs = mix_conversations(splits, tokenizer, max_seq_len, seed, notes)
-        with one_line_errors(f"--chat_dir={chat_dir}", errors=OSError):
+        info = {split: fill_rows(pairs[split], max_seq_len, pack, tokenizer.eot_token) for split in splits}
+        with one_line_errors(f"--chat_dir={chat_dir}"):
             os.makedirs(chat_dir, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=chat_dir) as new:
-                info = {split: write_rows(f"{new}/{split}.npy", pairs[split], max_seq_len, pack, tokenizer.eot_token)
-                        for split in splits}
-                Path(new, "plan.json").write_text(json.dumps({**info, "notes": notes}, indent=1))
-                os.chmod(new, 0o755)  # it was made for its owner alone
-                if not folder.exists():  # another machine that shares the disk may have been faster
-                    os.rename(new, folder)
-    while not folder.exists():
+            temporary = f"{path}.{uuid.uuid4()}"  # other machines may share the disk
+            torch.save({**info, "notes": notes}, temporary)
+            os.replace(temporary, path)
+    while not path.exists():
         time.sleep(0.1)
-    with one_line_errors(str(folder), "damaged: remove the folder, and it is made again"):
-        info = json.loads((folder / "plan.json").read_text())
-        rows = [np.load(folder / f"{split}.npy", mmap_mode="r") for split in splits]
-        for split, part in zip(splits, rows):
-            if build and hashlib.sha256(part).hexdigest() != info[split]["fingerprint"]:
-                raise ValueError(f"{split}.npy has another digest than plan.json says")
-    return *rows, info
+    with one_line_errors(str(path), "damaged: remove it, and it is made again"):
+        info = torch.load(path, mmap=True)
+    return info["train"]["rows"].numpy(), info["val"]["rows"].numpy(), info
 
 
 def describe_rows(info, data, max_seq_len):
-    """Text about the rows: how many and how full, what was truncated or skipped, a warning if over a tenth is lost."""
+    """Text about the rows: how many and how full, and what was truncated or skipped."""
     train = info["train"]
-    positions = train["rows"] * max_seq_len
-    text = (f"data: {data}, {train['conversations']:,} conversations in {train['rows']:,} rows of {max_seq_len}; "
+    positions = train["rows"][:, 0].numel()
+    text = (f"data: {data}, {train['conversations']:,} conversations in {len(train['rows']):,} rows of {max_seq_len}; "
             f"{train['tokens'] / positions:.1%} of the positions are not padding, {train['trained'] / positions:.1%} "
             f"are trained on; {info['val']['conversations']:,} conversations for validation")
-    lost = 0
     for note, (count, where) in info["notes"].items():
-        text += f"\n  {count:,} conversation{'s' if count > 1 else ''} {note} (the first: {where})"
-        lost += count * note.startswith("skipped")
-    if lost > 0.1 * (lost + train["conversations"]):
-        text += (f"\nWARNING: {lost:,} of the conversations cannot be trained on, see above; a row is "
-                 f"--max_seq_len={max_seq_len} long")
+        text += f"\n  {count:,} {note} (the first: {where})"
     return text
 
 
@@ -289,11 +252,10 @@ class ChatDataset:
         return int(trained.sum()), int(trained.size - padding.sum())
 
     def format_row(self, i):
-        """Row i as text: its tokens divided by |, [those that are trained on] in brackets."""
-        length = self.count_targets([i])[1]
-        idx, targets = self.rows[i, :, :length].tolist()
-        text, eot = "", self.tokenizer.eot_token
-        for token, target, following in zip(idx, targets, [*idx[1:], None]):  # the last target is trained on
-            shown = decode_chat(self.tokenizer, [following if target == eot else target]).replace("\n", "\\n")
-            text += ("\n\n<|endoftext|>|" if token == eot else "|") + (shown if target == eot else f"[{shown}]")
-        return sanitize(f"{text.lstrip()}\n\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")
+        """Row i as text: its inputs divided by |, each with its target in brackets if that is trained on."""
+        length, text = self.count_targets([i])[1], ""
+        for token, target in zip(*self.rows[i, :, :length].tolist()):
+            text += f"|{decode_chat(self.tokenizer, [token])}"
+            if target != self.tokenizer.eot_token:
+                text += f"[{decode_chat(self.tokenizer, [target])}]"
+        return sanitize(f"{text}\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")

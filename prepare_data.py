@@ -14,92 +14,60 @@ import glob
 import hashlib
 import json
 import os
-import re
 import sys
 import sysconfig
-import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
+from tqdm import tqdm
 
 from configurator import Positive, configure, fail, one_line_errors
 from shards import read_meta, read_shard, shard_header
-from tokenizer import REFUSED, encode, get_tokenizer, padded_vocab_size, token_bytes
+from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
-# sources: each yields (state, documents) in a fixed order; given a state back, it continues from there
+# sources
 
-# suffix -> reader in `datasets`, and its options; parquet's batch is a row group by default, which may be a whole file
-FILE_KINDS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
-READER_OPTIONS = {"parquet": {"batch_size": 1000}, "json": {}, "text": {"sample_by": "document"}}
-
-
-def find_files(setting, files):
-    """Comma-separated paths and globs, the value of `setting` -> sorted paths, each once."""
-    paths = set()
-    for pattern in files.split(","):
-        pattern = os.path.expanduser(pattern.strip())
-        found = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        if not found:
-            fail(f"--{setting}={files}: no such file: {pattern}")
-        paths |= set(map(os.path.normpath, found))
-    return sorted(paths)
-
-
-def dataset_batches(data, column, state):
-    """The documents of a streamed data set, 64 at a time."""
-    if state:
-        data.load_state_dict(state)
-    for batch in data.iter(batch_size=64):
-        yield state, batch[column]
-        state = data.state_dict()
+# suffix -> arguments of load_dataset; parquet's batch is a row group by default, which may be a whole file
+READERS = {".parquet": {"path": "parquet", "batch_size": 1000}, ".jsonl": {"path": "json"},
+           ".json": {"path": "json"}, ".txt": {"path": "text", "sample_by": "document"}}
 
 
 def python_files():
     """
-    Yields (name, text) of each file of Python's standard library, in an order that mixes its packages (by the hash of
-    the name), without its tests and without tables that are data in disguise.
+    Yields the name and text of each file of Python's standard library, in an order that mixes its packages (by the
+    hash of the name), without its tests and without tables that are data in disguise.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if not skip & set(name.split("/")):
-            yield name, (root / name).read_text(encoding="utf-8", errors="replace")
-
-
-def python_batches(state):
-    """The files of the standard library, 16 at a time."""
-    texts = [text for _, text in python_files()]
-    for i in range(state or 0, len(texts), 16):
-        yield i, texts[i:i + 16]
+            yield {"name": name, "text": (root / name).read_text(encoding="utf-8", errors="replace")}
 
 
 def python_conversations():
     """
-    Questions about the public functions and classes of the standard library, each answered by the first paragraph of
-    its docstring, if that has 10 to 160 characters: a list of {"messages": [{"role", "content"}, ...]}.
+    Yields questions about the public functions and classes of the standard library, each answered by the first
+    paragraph of its docstring, if that has 10 to 160 characters: {"messages": [{"role", "content"}, ...]}.
     """
-    conversations = []
-    for name, text in python_files():
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for node in ast.parse(text).body:
+    for file in python_files():
+        module = file["name"].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for node in ast.parse(file["text"]).body:
             for item in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
                 if not isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                     continue
                 full_name = f"{module}.{item.name}" if item is node else f"{module}.{node.name}.{item.name}"
+                question = f"What is {full_name}?" if isinstance(item, ast.ClassDef) else f"What does {full_name} do?"
                 answer = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
                 if "._" not in f".{full_name}" and 10 <= len(answer) <= 160 and answer.isascii():
-                    is_class = isinstance(item, ast.ClassDef)
-                    question = f"What is {full_name}?" if is_class else f"What does {full_name} do?"
-                    conversations.append({"messages": [{"role": "user", "content": question},
-                                                       {"role": "assistant", "content": answer}]})
-    return conversations
+                    yield {"messages": [{"role": "user", "content": question},
+                                        {"role": "assistant", "content": answer}]}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -110,18 +78,29 @@ def count_cpus():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
+def document_batches(data, column, state):
+    """
+    Yields (state, documents) of a streamed data set, 64 documents at a time in a fixed order. Given a state back, it
+    continues with the documents that came with it.
+    """
+    if state:
+        data.load_state_dict(state)
+    for batch in data.iter(batch_size=64):
+        yield state, batch[column]
+        state = data.state_dict()
+
+
 def tokenize(tokenizer, documents):
-    """Tokens of documents, (n,) uint16, <|endoftext|> before each, and a Counter of skipped documents by reason."""
-    eot, pieces, skipped = np.array([tokenizer.eot_token], dtype=np.uint32), [], Counter()
+    """
+    Tokens of documents, (n,) uint16, <|endoftext|> before each, and the number of documents skipped: empty, no text,
+    or refused by tiktoken, like about a million consecutive spaces.
+    """
+    eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
     for text in documents:
-        if not isinstance(text, str) or not text:
-            skipped["documents skipped: empty" if text in (None, "") else "documents skipped: not text"] += 1
-            continue
-        try:
-            pieces += [eot, encode(tokenizer, text)]
-        except ValueError:
-            skipped[f"documents skipped: {REFUSED}"] += 1
-    return np.concatenate([eot[:0], *pieces]).astype("<u2"), skipped
+        with suppress(TypeError, ValueError):
+            if text:
+                pieces += [eot, encode(tokenizer, text)]
+    return np.concatenate([eot[:0], *pieces]).astype("<u2"), len(documents) - len(pieces) // 2
 
 
 def tokenize_batches(batches, tokenizer, num_threads):
@@ -175,22 +154,29 @@ if __name__ == "__main__":
     # the source
     from_files, from_python = files is not None, files is None and dataset == "python"
     source_name = f"--files={files}" if from_files else f"--dataset={dataset}"
-    unused = (["dataset", "dataset_config", "dataset_split"] if from_files else
-              ["dataset_config", "dataset_split", "text_column"] if from_python else [])
-    for name in overrides.keys() & unused:
-        fail(f"--{name}={overrides[name]} and {source_name}: give one of them")
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     encoding = get_tokenizer(tokenizer)
+    unread = {"dataset", "dataset_config", "dataset_split"} if from_files else set()
+    if from_python:
+        unread = {"dataset_config", "dataset_split"}
+    for name in overrides.keys() & unread:
+        fail(f"--{name}={overrides[name]} and {source_name}: give one of them")
     if from_files:
-        paths = find_files("files", files)
-        kind, *others = sorted({FILE_KINDS.get(Path(re.sub(r"\.(gz|zst)$", "", path)).suffix, path) for path in paths})
-        if others or kind not in READER_OPTIONS:
-            fail(f"{source_name}: expected files of one kind, {', '.join(FILE_KINDS)}, the last three also with .gz "
-                 f"or .zst after it; got {', '.join([kind, *others])}")
-        reader = {"path": kind, "data_files": [*map(glob.escape, paths)], **READER_OPTIONS[kind]}
+        paths = set()
+        for pattern in files.split(","):
+            found = glob.glob(pattern.strip(), recursive=True)
+            if not found:
+                fail(f"{source_name}: no such file: {pattern}")
+            paths.update(found)
+        paths = sorted(paths)
+        kind, *others = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
+        if others or kind not in READERS:
+            fail(f"{source_name}: expected files of one kind, {', '.join(READERS)}, the last three also with .gz or "
+                 f".zst after it; got {', '.join([kind, *others])}")
+        reader = {"data_files": [*map(glob.escape, paths)], **READERS[kind]}
         source = {"files": [[path, os.path.getsize(path)] for path in paths]}
         tenth = sum(map(os.path.getsize, paths)) // (40 if tokenizer == "gpt2" else 10)  # gpt2: some 4 bytes a token
-        val_tokens = val_tokens or min(2 ** 20, max(1, tenth))
+        val_tokens = val_tokens or min(2 ** 20, tenth or 1)
     elif from_python:
         source = {"dataset": "python", "version": sys.version.split()[0]}
     else:
@@ -204,102 +190,92 @@ if __name__ == "__main__":
              f"left to train on; raise the one or lower the other")
 
     # what earlier runs have done; all runs in a folder share a recipe
-    recipe = {"source": source, "text_column": text_column, "tokenizer": tokenizer, "val_tokens": val_tokens,
-              "shard_size": shard_size}
-    progress = {"recipe": recipe, "state": None, "offset": 0, "counts": {"tokens": 0}}
-    progress_path, meta_path = f"{data_dir}/progress.json", f"{data_dir}/meta.json"
-    with one_line_errors(f"--data_dir={data_dir}", "remove the folder, or give another"):
-        os.makedirs(data_dir, exist_ok=True)
-        with one_line_errors(f"--data_dir={data_dir}: another run is writing to it", "wait for its end", Timeout):
-            lock = FileLock(f"{data_dir}/lock").acquire(timeout=0)
-        existing_tokens = sum(len(read_shard(path)) for path in glob.glob(f"{glob.escape(data_dir)}/*.bin"))
-        if os.path.exists(progress_path):
-            saved_progress = json.loads(Path(progress_path).read_text())
-            differing = [key for key in recipe if saved_progress["recipe"].get(key) != recipe[key]]
-            if differing and existing_tokens:
-                fail(f"--data_dir={data_dir}: holds shards prepared with another {' and '.join(differing)}; "
-                     f"give another --data_dir, or remove the folder")
-            progress = progress if differing else saved_progress
-        elif existing_tokens:
-            fail(f"--data_dir={data_dir}: holds shards that this script did not write; give another --data_dir")
-        finished = os.path.exists(meta_path)
-        done = read_meta(data_dir) if finished else progress["counts"]
-        if not done["tokens"] <= existing_tokens <= target_tokens:
-            fail(f"--max_tokens={max_tokens}: {data_dir} holds {existing_tokens} tokens; expected at least the "
-                 f"{done['tokens']} of earlier runs, and at most --max_tokens; give another --data_dir, or remove the "
-                 f"folder")
-        if finished and (done["exhausted"] or existing_tokens == target_tokens):
-            print(f"{data_dir} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
-            raise SystemExit(0)
+    recipe = {"text_column": text_column, "tokenizer": tokenizer, "val_tokens": val_tokens, "shard_size": shard_size,
+              "source": source}
+    progress = {"recipe": recipe, "state": None, "offset": 0, "counts": {"documents": 0, "tokens": 0, "bytes": 0}}
+    folder = Path(data_dir)
+    progress_path, meta_path = folder / "progress.json", folder / "meta.json"
+    with one_line_errors(f"--data_dir={data_dir}", "if another run is writing to it, wait for its end; else give "
+                         "another --data_dir, or remove the folder if you do not need its shards"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "lock").acquire(timeout=0)
+        existing_tokens = sum(len(read_shard(path)) for path in folder.glob("*.bin"))
+        if existing_tokens:
+            progress = json.loads(progress_path.read_text())
+            if progress["recipe"] != recipe:
+                raise ValueError(f"holds shards prepared with other settings, {progress['recipe']}")
+            finished = meta_path.exists()
+            done = read_meta(data_dir) if finished else progress["counts"]
+            if not done["tokens"] <= existing_tokens <= target_tokens:
+                raise ValueError(f"holds {existing_tokens} tokens; expected at least the {done['tokens']} of earlier "
+                                 f"runs, and at most --max_tokens={max_tokens}")
+            if finished and (done["exhausted"] or existing_tokens == target_tokens):
+                print(f"{data_dir} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+                raise SystemExit(0)
 
     # documents -> tokens
     print(f"opening {files or dataset} ...", flush=True)
     counts, offset = Counter(progress["counts"]), progress["offset"]
-    start_time, start_tokens = time.time(), counts["tokens"]
-    if from_python:
-        batches, bar = python_batches(progress["state"]), nullcontext()  # done in a second or two
-    else:
-        os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, seconds for nothing
-        import datasets
-        from tqdm import tqdm  # comes with datasets
-        with one_line_errors(f"{source_name} --text_column={text_column}"):
-            data = datasets.load_dataset(**reader, split=dataset_split, streaming=True).select_columns(text_column)
-        batches = dataset_batches(data, text_column, progress["state"])
-        bar = tqdm(total=max_tokens, initial=start_tokens, unit="tok", unit_scale=True, mininterval=2)
-    if start_tokens:
-        print(f"resuming after {start_tokens:,} tokens in complete shards")
+    os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, seconds for nothing
+    import datasets
+    with one_line_errors(f"{source_name} --text_column={text_column}"):
+        if from_python:
+            data = datasets.IterableDataset.from_generator(python_files)
+        else:
+            data = datasets.load_dataset(**reader, split=dataset_split, streaming=True)
+        data = data.select_columns(text_column)
+    if offset:
+        print(f"resuming after {counts['tokens']:,} tokens in complete shards")
     write_json(progress_path, progress)
-    if finished:  # and more tokens were asked for
-        os.remove(meta_path)
+    meta_path.unlink(missing_ok=True)  # more tokens were asked for
 
     # tokens -> shards. After each full one, progress.json says where the next begins: the state of the source before a
     # batch of documents, and an offset into the tokens of that batch.
-    sizes, pieces, filled = token_bytes(encoding), [], 0  # the shard being filled, and its length
+    sizes, pieces = token_bytes(encoding), []
+    batches = document_batches(data, text_column, progress["state"])
+    bar = tqdm(total=max_tokens, initial=counts["tokens"], unit="tok", unit_scale=True)
     with one_line_errors(f"{source_name} to {data_dir}", "complete shards stay, the same command resumes after them",
                          (Exception, KeyboardInterrupt)), bar, closing(batches):
         for state, tokens, skipped in tokenize_batches(batches, encoding, num_threads or count_cpus()):
-            if offset == 0:  # otherwise an earlier run began this batch, and counted these
-                counts += skipped
+            if skipped and offset == 0:  # otherwise an earlier run began this batch, and counted these
+                counts["documents skipped"] += skipped
             tokens = tokens[:offset + target_tokens - counts["tokens"]]
             while offset < len(tokens):
-                split, space = "train", shard_size - filled
-                if counts["tokens"] < val_tokens:
-                    split, space = "val", min(space, val_tokens - counts["tokens"])
+                if not pieces:  # a new shard
+                    split = "val" if counts["tokens"] < val_tokens else "train"
+                    space = min(shard_size, val_tokens - counts["tokens"]) if split == "val" else shard_size
                 piece = tokens[offset:offset + space]
                 n = len(piece)
                 pieces.append(piece)
-                filled += n
+                space -= n
                 offset += n
-                counts += Counter(documents=int((piece == encoding.eot_token).sum()), tokens=n,
-                                  bytes=int(sizes[piece].sum()))
-                if not from_python:
-                    bar.update(n)
-                if n == space:
-                    write_shard(data_dir, split, counts, pieces)
-                    pieces, filled = [], 0
-                    progress = {"recipe": recipe, "state": state, "offset": offset, "counts": counts}
+                counts.update(documents=int((piece == encoding.eot_token).sum()), tokens=n,
+                              bytes=int(sizes[piece].sum()))
+                bar.update(n)
+                if space == 0:
+                    write_shard(folder, split, counts, pieces)
+                    pieces = []
+                    progress |= {"state": state, "offset": offset, "counts": counts}
                     write_json(progress_path, progress)
             offset = 0
             if counts["tokens"] == target_tokens:
                 break
         if pieces:  # a shorter last shard, not in progress.json: with a higher max_tokens it is written anew
-            write_shard(data_dir, split, counts, pieces)
-    seconds = time.time() - start_time
+            write_shard(folder, split, counts, pieces)
     summary = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     if counts["tokens"] <= val_tokens:
-        for path in [progress_path, *glob.glob(f"{glob.escape(data_dir)}/val_*.bin")]:
-            os.remove(path)
-        fail(f"--val_tokens={val_tokens}: {source_name} has only {summary or 'no documents'}, so none are left to "
-             f"train on; give more text, or try --val_tokens={max(1, counts['tokens'] // 10)}")
+        fail(f"--val_tokens={val_tokens}: {source_name} has only {summary}, so none are left to "
+             f"train on (skipped are those that are empty, no text, or refused by tiktoken); remove {data_dir}, and "
+             f"give more text, or try --val_tokens={max(1, counts['tokens'] // 10)}")
 
     # what was done
     if from_python:
-        conversations = python_conversations()
-        write_atomically(f"{data_dir}/chat.jsonl", *(json.dumps(c).encode() + b"\n" for c in conversations))
-        print(f"{data_dir}/chat.jsonl: {len(conversations):,} questions and answers, from its docstrings")
+        lines = [json.dumps(conversation).encode() + b"\n" for conversation in python_conversations()]
+        write_atomically(folder / "chat.jsonl", *lines)
+        print(f"{data_dir}/chat.jsonl: {len(lines):,} questions and answers, from its docstrings")
     write_json(meta_path, {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(encoding), "source": source,
                            "exhausted": counts["tokens"] < target_tokens, **counts})
-    print(f"{data_dir}: {summary}; {seconds:.1f} s, {(counts['tokens'] - start_tokens) / seconds:,.0f} tokens/s")
-    print(f"the first {val_tokens:,} tokens are for validation; train on the rest:\n"
+    print(f"{data_dir}: {summary}\n"
+          f"the first {val_tokens:,} tokens are for validation; train on the rest:\n"
           f"python train_gpt2.py --data_dir={data_dir} (GPT-2 124M; in minutes on a laptop: "
           f"python train_gpt2.py config/quickstart.py --data_dir={data_dir} --out_dir=out)")

@@ -410,6 +410,7 @@ def report_settings(config, overrides):
             ("--sparsity", config["sparsity"], "prune_by prune_scope prune_begin prune_end prune_interval"),
             ("--teacher", config["teacher"], "teacher_weight teacher_temperature learn_temperature teacher_cache"),
             ("--lora_rank", config.get("lora_rank"), "lora_alpha lora_dropout lora_targets"),
+            ("--lora_rank=0", not config.get("lora_rank"), "embedding_lr head_lr vector_lr"),
             ("--wandb_log=True", config["wandb_log"], "wandb_project"),
             ("--compile=True", config["compile"], "compile_mode compile_backend"),
             ("--eval_tasks", config["eval_tasks"], "eval_problems task_dir")):

@@ -18,60 +18,49 @@ import torch
 import runtime
 from checkpoint import describe_model, load_model
 from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, configure, fail, one_line_errors
-from tokenizer import END_OF_TEXT, chat_tokens, decode_chat, encode, get_tokenizer, render_chat, sanitize
+from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, stop_ids=(), seed=None,
-             n_vocab=None, compiled=None):
+def generate(model, prompts, max_new_tokens, stop_ids=(), compiled=None, **sampling):
     """
-    Continues a batch of prompts with a KV cache; yields, for each new position, a list of B ids, None for rows that
-    have stopped. Raises ValueError if a prompt is empty or the logits are not finite.
+    Continues a batch of prompts with a KV cache and a model in eval mode; yields, for each new position, a list of B
+    ids, None for rows that have stopped. Raises ValueError if the logits are not finite.
 
-    prompts: B lists of ids, of any lengths. No row's logits depend on the others.
-    temperature: 0 is greedy. top_k (0: off), top_p (Holtzman et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0:
-    off) are applied in this order, as in transformers.
-    stop_ids: a row ends after one of them, which is yielded. n_vocab: ids from here on, which pad the vocabulary, are
-    never sampled. compiled: from compile_step, for B rows; it decodes, and the prompts are read uncompiled.
+    prompts: B lists of ids, of any lengths from 1 on. No row's logits depend on the others.
+    stop_ids: a row ends after one of them, which is yielded. sampling: what sample_logits takes; torch's seed decides.
+    compiled: from compile_step, for B rows; it decodes, and the prompts are read uncompiled.
     A row that outgrows max_seq_len keeps its last max_seq_len + 1 - (ids still wanted) ids, but at least half of
     max_seq_len: all positions change, so the cache is filled anew.
     """
     device, max_len = model.lm_head.weight.device, model.config.max_seq_len
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    if not prompts or not all(prompts):
-        raise ValueError("prompts: expected at least one, and none without ids")
     step, static_cache = compiled or (model, None)
     rows, running, cache = prompts, [True] * len(prompts), None
-    was_training = model.training
-    model.eval()
-    try:
-        for left in range(max_new_tokens, 0, -1):
-            if max(map(len, rows)) > max_len:
-                keep = max(max_len - left + 1, max_len // 2, 1)
-                rows = [row if len(row) <= max_len else row[-keep:] for row in rows]
-                cache = None
-            last = torch.tensor([len(row) - 1 for row in rows], device=device)
-            if cache is None:  # prefill
-                width = max(map(len, rows))
-                # the padding of short rows is cached, then overwritten before any query looks that far
-                idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-                positions = torch.arange(width, device=device).expand_as(idx)
-                cache = static_cache or model.new_cache(len(rows), min(width + left, max_len), cache_dtype(model))
-                x = model.hidden_states(idx, positions, cache=cache)
-                logits = model.lm_head(x[range(len(rows)), last])
-            else:
-                idx = torch.tensor([row[-1:] for row in rows], device=device)
-                logits = step(idx, positions=last[:, None], cache=cache)[:, -1]
-            if not logits.isfinite().all():
-                raise ValueError("the model's logits are not finite: its weights are broken or too large for --dtype")
-            new = sample_logits(logits.float(), temperature, top_k, top_p, min_p, generator, n_vocab).tolist()
-            yield [token if on else None for token, on in zip(new, running)]
-            running = [on and token not in stop_ids for token, on in zip(new, running)]
-            if not any(running):
-                return
-            rows = [row + [token] if on else row for row, token, on in zip(rows, new, running)]
-    finally:  # also when the caller stops iterating
-        model.train(was_training)
+    for left in range(max_new_tokens, 0, -1):
+        if max(map(len, rows)) > max_len:
+            keep = max(max_len - left + 1, max_len // 2)
+            rows = [row if len(row) <= max_len else row[-keep:] for row in rows]
+            cache = None
+        last = torch.tensor([len(row) - 1 for row in rows], device=device)
+        if cache is None:  # prefill
+            width = max(map(len, rows))
+            # the padding of short rows is cached, then overwritten before any query looks that far
+            idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+            positions = torch.arange(width, device=device).expand_as(idx)
+            cache = static_cache or model.new_cache(len(rows), min(width + left, max_len), cache_dtype(model))
+            x = model.hidden_states(idx, positions, cache=cache)
+            logits = model.lm_head(x[range(len(rows)), last])
+        else:
+            idx = torch.tensor([row[-1:] for row in rows], device=device)
+            logits = step(idx, positions=last[:, None], cache=cache)[:, -1]
+        if not logits.isfinite().all():
+            raise ValueError("the model's logits are not finite: its weights are broken or too large for --dtype")
+        new = sample_logits(logits.float(), **sampling).tolist()
+        yield [token if on else None for token, on in zip(new, running)]
+        running = [on and token not in stop_ids for token, on in zip(new, running)]
+        if not any(running):
+            return
+        rows = [row + [token] if on else row for row, token, on in zip(rows, new, running)]
 
 
 def cache_dtype(model):
@@ -80,12 +69,16 @@ def cache_dtype(model):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
-def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, generator=None, n_vocab=None):
-    """One id per row of logits (B, V) float32 -> (B,) int64; see generate for the settings."""
+def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_vocab=None):
+    """
+    One id per row of logits (B, V) float32 -> (B,) int64. temperature: 0 is greedy. top_k (0: off), top_p (Holtzman
+    et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0: off) are applied in this order, as in transformers.
+    n_vocab: ids from here on, which pad the vocabulary, are never sampled.
+    """
     logits = logits[:, :n_vocab]
-    if temperature < 1e-30:  # greedy; a division by less overflows
+    if temperature < 1e-20:  # greedy; a division by less may overflow
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so none overflows
+    logits = logits / temperature
     if top_k:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -96,7 +89,7 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, genera
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
     probs = logits.softmax(-1)
     probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
-    return torch.multinomial(probs, 1, generator=generator).squeeze(1)  # multinomial normalises
+    return torch.multinomial(probs, 1).squeeze(1)  # multinomial normalises
 
 
 @torch.no_grad()
@@ -143,14 +136,17 @@ def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=F
     def hook(iter_num, done):
         if runtime.eval_share(model)[0] > 0 or iter_num == 0 and not chat:
             return {}
+        torch.manual_seed(seed + iter_num)
+        model.eval()
         try:
             with autocast, torch.compiler.set_stance("force_eager"):
-                tokens = generate(model, [prompt], max_new_tokens, temperature=0.8, top_k=200, seed=seed + iter_num,
+                tokens = generate(model, [prompt], max_new_tokens, temperature=0.8, top_k=200,
                                   **vocabulary(tokenizer, chat))
                 text = decode_chat(tokenizer, prompt[1:] + [token for token, in tokens])
         except ValueError as error:
             text = f"(none: {error})"
-        runtime.print0(f"----- sample\n{sanitize(text if chat else text.removesuffix(END_OF_TEXT))}\n-----")
+        model.train()
+        runtime.print0(f"----- sample\n{sanitize(text)}\n-----")
         return {}
 
     return hook
@@ -171,17 +167,16 @@ if __name__ == "__main__":
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
     compile: bool = False  # compile the decoding step: takes seconds, then about twice the tokens/s
-    config, overrides = configure(globals())
+    configure(globals())
     if system and not chat:
         fail(f"--system={system}: needs --chat=True")
     if chat and num_samples > 1:
         fail(f"--num_samples={num_samples}: --chat=True answers once")
-    text = prompt
     if prompt.startswith("FILE:"):
         with one_line_errors(f"--prompt={prompt}"):
-            text = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+            prompt = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
 
-    _, _, device = runtime.init_process(device)
+    device = runtime.init_process(device)[2]
     autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))
     model, loaded = load_model(checkpoint, device)
     print(describe_model(checkpoint, loaded))
@@ -197,12 +192,14 @@ if __name__ == "__main__":
         if len(ids) + max_new_tokens - 1 > max_len:
             print(f"the prompt has {len(ids)} tokens, the model {max_len} positions: it will forget the beginning")
         print(beginning, end="", flush=True)
+        if seed is not None:
+            torch.manual_seed(seed + i)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
         text = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for token, in generate(model, [ids], max_new_tokens, temperature, top_k, top_p, min_p,
-                                       seed=None if seed is None else seed + i, compiled=compiled, **limits):
+                for token, in generate(model, [ids], max_new_tokens, compiled=compiled, temperature=temperature,
+                                       top_k=top_k, top_p=top_p, min_p=min_p, **limits):
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                         print(sanitize(piece), end="", flush=True)
@@ -217,41 +214,32 @@ if __name__ == "__main__":
     # completion
     if not chat:
         with one_line_errors("--prompt"):
-            ids = [tokenizer.eot_token, *encode(tokenizer, text).tolist()]  # a special token in the prompt is text
+            ids = [tokenizer.eot_token, *encode(tokenizer, prompt).tolist()]  # a special token in the prompt is text
         for i in range(num_samples):
-            print(f"----- sample {i + 1}" if num_samples > 1 else "-----")
-            write(text, ids, i)
+            print(f"----- sample {i + 1}")
+            write(prompt, ids, i)
         raise SystemExit(0)
 
     # chat
-    def read_messages():
-        """The user's messages: --prompt, or else what is typed in the terminal."""
-        if text.strip():
-            yield text
-            return
-        try:
+    if not prompt:
+        with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()
-        except ImportError:
-            pass
         print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
-        with suppress(EOFError, KeyboardInterrupt):
-            while (message := input("\nyou: ").strip()) != "/quit":
-                yield message
-
-    if loaded["stage"] != "chat":
-        print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
     system_message = [{"role": "system", "content": system}] if system else []
     messages = []
-    for message in read_messages():
-        if message == "/reset":
-            messages = []
-            print("(a new conversation)")
-        elif message:
-            messages.append({"role": "user", "content": message})
-            while True:
-                ids = render_chat(tokenizer, system_message + messages)[0] + [chat_tokens(tokenizer)["assistant"]]
-                if len(ids) + min(max_new_tokens, max_len // 2) <= max_len or len(messages) == 1:
-                    break
-                print("(the oldest turn does not fit any more and is forgotten)")
-                messages = messages[2:]
-            messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
+    with suppress(EOFError, KeyboardInterrupt):
+        while (message := prompt or input("\nyou: ").strip()) != "/quit":
+            if message == "/reset":
+                messages = []
+                print("(a new conversation)")
+            elif message:
+                messages.append({"role": "user", "content": message})
+                while True:
+                    ids = render_chat(tokenizer, system_message + messages)[0] + [chat_tokens(tokenizer)["assistant"]]
+                    if len(ids) + min(max_new_tokens, max_len // 2) <= max_len or len(messages) == 1:
+                        break
+                    print("(the oldest turn does not fit any more and is forgotten)")
+                    messages = messages[2:]
+                messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
+            if prompt:
+                break

@@ -17,7 +17,6 @@ from configurator import fail
 
 END_OF_TEXT = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
-REFUSED = "refused by tiktoken, like about a million consecutive spaces"
 
 
 @functools.cache
@@ -32,8 +31,7 @@ def get_tokenizer(name):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         fail(f"tokenizer={name!r}: expected 'gpt2' or 'bytes'")
-    if "DATA_GYM_CACHE_DIR" not in os.environ:
-        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data" / "tiktoken"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data" / "tiktoken"))
     try:
         return tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network raises
@@ -61,9 +59,8 @@ def padded_vocab_size(tokenizer):
 def token_bytes(tokenizer):
     """Bytes of text per id, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
-    special = {tokenizer.encode_single_token(token) for token in tokenizer.special_tokens_set}
-    for i in range(tokenizer.n_vocab):
-        sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
+    for i in range(tokenizer.eot_token):  # <|endoftext|> is the last id, and the only special token
+        sizes[i] = len(tokenizer.decode_single_token_bytes(i))
     return sizes
 
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import GPT2_MODELS, digest_weights, load_checkpoint
-from configurator import Annotated, BelowOne, fail, one_line_errors
+from configurator import Annotated, BelowOne, fail
 from runtime import print0
 
 lora_alpha: Annotated[float, 1e-6, math.inf] = 32.0  # adapters are scaled by lora_alpha / lora_rank
@@ -21,18 +21,20 @@ lora_targets: str = "all"  # matrices that get an adapter: all, attn, mlp, or na
 
 class LoRALinear(nn.Linear):
     """
-    y = W x + b + alpha / rank B A dropout(x), with A (rank, in), B (out, rank); W and b are those of `linear`,
-    frozen. B starts at zero, so the model starts as it was; A as in the paper's code. alpha / rank keeps the size of
-    an update about the same for any rank (section 4.1), so that another rank needs no other learning rate.
+    y = W x + b + alpha / rank B A dropout(x), with A (rank, in), B (out, rank); W and b are those of `linear`. B
+    starts at zero, so the model starts as it was; A as in the paper's code. alpha / rank keeps the size of an update
+    about the same for any rank (section 4.1), so that another rank needs no other learning rate.
     """
 
-    def __init__(self, linear, rank, alpha, dropout):
+    def __init__(self, linear, rank):
         super().__init__(linear.in_features, linear.out_features, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.scale, self.drop = alpha / rank, nn.Dropout(dropout)
+        self.scale = lora_alpha / rank
+        self.drop = nn.Dropout(lora_dropout)
 
     def forward(self, x):
         return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_A), self.lora_B)
@@ -42,25 +44,25 @@ class LoRALinear(nn.Linear):
         return self.weight + self.scale * (self.lora_B @ self.lora_A)
 
 
-def add_adapters(model, rank, alpha, dropout, targets):
+def add_adapters(model, rank):
     """
-    Freezes a GPT and gives the matrices of its blocks that `targets` names an adapter; seed torch's global generator
-    first.
-    targets: "all", or parts of their names: attn, mlp, c_attn, mlp.c_proj, ... Returns the number of adapters. Raises
-    ValueError for a target that no matrix has.
+    Freezes a GPT and gives the matrices of its blocks that lora_targets names an adapter; seed torch's global
+    generator first. Ends the program for a target that no matrix has.
     """
-    linears = [(block, name) for block in model.transformer.h for name, m in block.named_modules()
-               if isinstance(m, nn.Linear)]
-    targets = [target.strip() for target in targets.split(",")] if targets != "all" else ["attn", "mlp"]
-    for target in targets:
-        if not any(f".{target}." in f".{name}." for _, name in linears):
-            known = dict.fromkeys(part for name in sorted(name for _, name in linears) for part in name.split("."))
-            raise ValueError(f"no matrix {target!r} in this model: expected all, or some of {', '.join(known)}")
+    blocks, names = model.transformer.h, {}  # 0.mlp.c_proj -> what may name it: all, mlp, c_proj, mlp.c_proj
+    for path, module in blocks.named_modules():
+        if isinstance(module, nn.Linear):
+            name = path.partition(".")[2]
+            names[path] = {"all", name, *name.split(".")}
+    known = set().union(*names.values())
+    targets = set(lora_targets.split(","))
+    if targets - known:
+        fail(f"--lora_targets={lora_targets}: no matrix {min(targets - known)!r} in this model; expected some of "
+             f"{', '.join(sorted(known))}")
     model.requires_grad_(False)
-    linears = [(block, name) for block, name in linears if any(f".{target}." in f".{name}." for target in targets)]
-    for block, name in linears:
-        block.set_submodule(name, LoRALinear(block.get_submodule(name), rank, alpha, dropout))
-    return len(linears)
+    for path in names:
+        if targets & names[path]:
+            blocks.set_submodule(path, LoRALinear(blocks.get_submodule(path), rank))
 
 
 class Lora:
@@ -70,30 +72,25 @@ class Lora:
     """
 
     def __init__(self, model, config, checkpoint, resuming):
-        path, out_dir = checkpoint["path"], config["out_dir"]
-        rates = [config[name] for name in ("embedding_lr", "head_lr", "vector_lr")]
-        if config["optimizer"] != "adamw" or rates != [None, None, None]:
-            fail(f"--lora_rank={config['lora_rank']}: adapters train with --optimizer=adamw and --learning_rate alone; "
-                 f"leave out the other optimizer and rates")
+        path = checkpoint["path"]
+        if config["optimizer"] != "adamw":
+            fail(f"--optimizer={config['optimizer']}: adapters (--lora_rank) train with adamw")
         if resuming:
             self.base = checkpoint["lora"]
             model.load_state_dict(load_base(checkpoint))
         else:
-            absolute = path if path in GPT2_MODELS and not os.path.exists(path) else os.path.abspath(path)
-            if os.path.dirname(absolute) == os.path.abspath(out_dir):
-                fail(f"--out_dir={out_dir}: holds {path}, the base of this LoRA run, which its checkpoints do not "
-                     f"contain; give another folder")
+            absolute = os.path.abspath(path)
+            if os.path.dirname(absolute) == os.path.abspath(config["out_dir"]):
+                fail(f"--out_dir={config['out_dir']}: holds {path}, the base of this LoRA run, which its checkpoints "
+                     f"do not contain; give another folder")
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")
             self.base = {"alpha": lora_alpha, "path": path, "absolute": absolute,
                          "fingerprint": fingerprint(checkpoint)}
-        n_params = sum(p.numel() for p in model.parameters())
         torch.manual_seed(config["seed"])
-        with one_line_errors(f"--lora_targets={lora_targets}", errors=ValueError):
-            n_adapters = add_adapters(model, config["lora_rank"], lora_alpha, lora_dropout, lora_targets)
+        add_adapters(model, config["lora_rank"])
         n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        print0(f"LoRA: {n_trained:,} parameters in {n_adapters} adapters train, beside the model's {n_params:,}; a "
-               f"checkpoint takes {12 * n_trained / 2 ** 20:.1f} MiB")  # float32, each with AdamW's two moments
+        print0(f"LoRA: {n_trained:,} of {sum(map(torch.numel, model.parameters())):,} parameters train")
 
     def state_dict(self):
         return self.base
@@ -104,30 +101,30 @@ class Lora:
 
 def load_base(checkpoint):
     """The weights that the adapters of a LoRA run's checkpoint were trained on, found by path and digest."""
-    base, problem = checkpoint["lora"], "there is nothing"
-    places = list(dict.fromkeys((base["absolute"], base["path"])))
-    for place in places:
+    base = checkpoint["lora"]
+    for place in (base["absolute"], base["path"]):
         if os.path.exists(place) or place in GPT2_MODELS:
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]
-            problem = "other weights are there now"
-    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {' or '.join(places)}: "
-         f"{problem}")
+    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {base['absolute']} or "
+         f"{base['path']}, but there is nothing, or other weights are there now")
 
 
 def merge_into_base(checkpoint):
     """Turns a LoRA run's checkpoint into that of a plain model, in place."""
     adapters, weights = checkpoint["model"], load_base(checkpoint)
-    for name in [name.removesuffix("lora_A") for name in adapters if name.endswith(".lora_A")]:
-        A, B = adapters[name + "lora_A"], adapters[name + "lora_B"]
-        weights[name + "weight"] = weights[name + "weight"] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
+    for name, A in adapters.items():
+        if name.endswith("lora_A"):
+            B = adapters[name.replace("lora_A", "lora_B")]
+            target = name.replace("lora_A", "weight")
+            weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
     checkpoint["model"] = weights
 
 
 def fingerprint(checkpoint):
     """
-    SHA-256 of a checkpoint's weights. The rows that pad a GPT-2 vocabulary on import, from 50257 on, are left out: they
-    are means, whose last bits depend on the machine.
+    SHA-256 of a checkpoint's weights. The rows that pad a GPT-2 vocabulary on import, from 50257 on, are left out:
+    they are means, whose last bits depend on the machine.
     """
     return digest_weights(None, checkpoint["model"], rows=50257)
