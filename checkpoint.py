@@ -59,9 +59,8 @@ def load_checkpoint(path, merge=True):
             if "block_size" in checkpoint["model_args"]:
                 from export_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
-            missing = {"model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"} - checkpoint.keys()
-            if missing:
-                raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
+                checkpoint[key]  # or it is a checkpoint of something else
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = format_error(error)

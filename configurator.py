@@ -176,10 +176,7 @@ def check(name, value, settings, script, where):
                 fail(f"{where}{name}={value}: expected "
                      + (f"at least {low}" if high == math.inf else f"a number from {low} to {high}"))
             return kind(value) if kind is float else value
-    close = difflib.get_close_matches(str(value), [str(c) for kind, _ in alternatives(hint)
-                                                   for c in typing.get_args(kind)], n=1)
-    fail(f"{where}{name}={value!r}: expected {accepted(hint)}, got {type(value).__name__} {value!r}"
-         + (f"; did you mean {close[0]!r}?" if close else ""))
+    fail(f"{where}{name}={value!r}: expected {accepted(hint)}, got {type(value).__name__} {value!r}")
 
 
 def alternatives(hint):

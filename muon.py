@@ -1,6 +1,7 @@
 """Muon for the hidden matrices and AdamW for the rest, as one optimizer (--optimizer=muon)."""
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import _muon
 
 newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no public name
@@ -9,8 +10,7 @@ newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no p
 class MuonAdamW(torch.optim.Optimizer):
     """
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, for one
-    group,
-    and AdamW for the others: torch's own two, as one optimizer.
+    group, and AdamW for the others: torch's own two, as one optimizer.
 
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Momentum buffers stay on the owner
     until state_dict, a collective call, gathers them. Under FSDP every rank gathers and orthogonalizes every matrix,
@@ -25,10 +25,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.sharded = hasattr(matrices[0], "full_tensor")
         self.owner = {}  # matrix -> the rank that updates it, where several share the work
         if dist.is_initialized() and not self.sharded:
-            load = [0] * dist.get_world_size()
-            for p in sorted(matrices, key=newton_schulz_cost, reverse=True):  # greedy load balancing
-                self.owner[p] = min(range(len(load)), key=load.__getitem__)
-                load[self.owner[p]] += newton_schulz_cost(p)
+            by_size = sorted(matrices, key=torch.numel)  # so that each rank gets as many of each size
+            self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_size)}
         _muon._zeropower_via_newtonschulz = newton_schulz_sharded if self.sharded else newton_schulz
 
     @torch.no_grad()
@@ -40,7 +38,7 @@ class MuonAdamW(torch.optim.Optimizer):
             return
         _muon._zeropower_via_newtonschulz = torch.compile(newton_schulz, dynamic=False, backend=backend)
         group = self.param_groups[0]
-        for shape in sorted({p.shape for p in group["params"]}):
+        for shape in {p.shape for p in group["params"]}:
             _muon._zeropower_via_newtonschulz(torch.zeros(shape, device=group["params"][0].device),
                                               group["ns_coefficients"], group["ns_steps"], group["eps"])
 
@@ -59,7 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
             broadcast.wait()
 
     def state_dict(self):
-        for p, rank in self.owner.items() if self.state else ():
+        for p, rank in self.owner.items():
             dist.broadcast(self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)), rank)
         return super().state_dict()
 
@@ -69,15 +67,5 @@ def newton_schulz_sharded(update, *args):
     A sharded matrix (DTensor), gathered and orthogonalized on each rank: sharing it out would send more than it
     saves.
     """
-    from torch.distributed.tensor import distribute_tensor
     full = newton_schulz(update.full_tensor(), *args)
     return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)
-
-
-def newton_schulz_cost(p):
-    """
-    Multiplications of one step for a matrix (m, n), m <= n: m^2 n for X X^T, m^3 for its square, m^2 n for the
-    update.
-    """
-    m, n = sorted(p.shape)
-    return m * m * (2 * n + m)

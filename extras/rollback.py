@@ -5,9 +5,8 @@ Also ends a run after max_faults consecutive anomalies, skipped steps among them
 """
 import math
 
-from checkpoint import has_checkpoint
+import runtime
 from configurator import Fraction, Positive, fail
-from runtime import print0
 
 rollback_lr: Fraction = 1.0  # factor on the learning rate for the 100 steps after a rollback
 max_faults: Positive = 5  # abort after this many consecutive anomalies
@@ -17,50 +16,43 @@ class SpikeGuard:
     """Its state is the entry "health" of a checkpoint: moving averages, and how long ago the last anomaly was."""
 
     def __init__(self, config, optimizer, scaler):
-        self.limits = {"loss": config["spike_loss"], "norm": config["spike_norm"]}
-        self.out_dir, self.optimizer, self.scaler, self.rollbacks = config["out_dir"], optimizer, scaler, 0
+        self.config, self.optimizer, self.scaler, self.rollbacks = config, optimizer, scaler, 0
         self.stats = {"loss": 0.0, "norm": 0.0, "steps": 0, "faults": 0, "fault_at": -1, "calm_until": 0}
 
-    def detect_spike(self, iter_num, loss, grad_norm):
+    def is_spike(self, iter_num, loss, grad_norm):
         """
-        Describes the anomaly of a step, or returns None. A loss (nats per target) or gradient norm is one if it is not
-        finite or, from the 50th step on, over spike_loss or spike_norm times its average over about 100 steps. An
-        overflow under float16 is none: the loss scale finds its range that way. Anomalies are counted until a step
-        later
-        than the last one succeeds: a run that rolls back and fails there again makes no progress.
+        Whether the step is to be taken back. A loss (nats per target) or gradient norm is an anomaly if it is a spike,
+        from the 50th step on over spike_loss or spike_norm times its average over about 100 steps, or if it is not
+        finite, which is the loop's to skip. An overflow under float16 is none: the loss scale finds its range that
+        way. Anomalies are counted until a step later than the last one succeeds: a run that rolls back and fails there
+        again makes no progress.
         """
-        stats, anomaly, self.spike = self.stats, None, False
-        # below a scale of 1 float16 is no longer looking for its range
-        overflow = self.scaler.is_enabled() and not math.isfinite(grad_norm) and self.scaler.get_scale() >= 1
-        values = {"loss": loss} if overflow else {"loss": loss, "norm": grad_norm}
+        stats, self.anomaly, spike = self.stats, None, False
+        values = {"loss": loss, "norm": grad_norm}
+        # float16 whose scale fell to 1 is no longer looking for its range; other types have a scale of 1
+        if not math.isfinite(grad_norm) and self.scaler.get_scale() > 1:
+            del values["norm"]
         for name, value in values.items():
+            limit = self.config[f"spike_{name}"]
             if not math.isfinite(value):
-                anomaly = f"its {name} is not finite"
-            elif self.limits[name] and stats["steps"] >= 50 and value > self.limits[name] * stats[name]:
-                self.spike = True
-                anomaly = (f"its {name}, {value:.4g}, is a spike: over {self.limits[name]:g} times its average, "
-                           f"{stats[name]:.4g}")
-        if anomaly:
+                self.anomaly = f"its {name} is not finite"
+            elif limit and stats["steps"] >= 50 and value > limit * stats[name]:
+                spike = True
+                self.anomaly = (f"its {name}, {value:.4g}, is a spike: over {limit:g} times its average, "
+                                f"{stats[name]:.4g}")
+        if self.anomaly:
             stats["faults"] += 1
             stats["fault_at"] = max(iter_num, stats["fault_at"])
-            return anomaly
+            if stats["faults"] >= max_faults:
+                fail(f"step {iter_num}: {self.anomaly}, anomaly number {stats['faults']} in a row: stopped"
+                     f"{runtime.interrupt_message or ', nothing is saved'}; try a lower --learning_rate")
+            return spike
         stats["steps"] += 1
         for name, value in values.items():
             stats[name] += (value - stats[name]) / min(stats["steps"], 100)
         if iter_num > stats["fault_at"]:
             stats["faults"] = 0
-        return None
-
-    def is_spike(self, iter_num, loss, grad_norm):
-        """Whether the step is to be taken back; one that is merely not finite is the loop's to skip."""
-        self.anomaly = self.detect_spike(iter_num, loss, grad_norm)
-        if self.anomaly and self.stats["faults"] >= max_faults:
-            saved = "Nothing is saved"
-            if has_checkpoint(self.out_dir):
-                saved = f"The last good checkpoint is in {self.out_dir}"
-            fail(f"step {iter_num}: {self.anomaly}, anomaly number {self.stats['faults']} in a row: stopped. {saved}; "
-                 f"try a lower --learning_rate")
-        return self.spike
+        return False
 
     def recover(self, iter_num, checkpointer, log):
         """
@@ -68,10 +60,10 @@ class SpikeGuard:
         """
         if checkpointer.on_disk[0] == 0:  # nothing is saved yet, as every rank knows
             log.skipped += 1
-            print0(f"WARNING: step {iter_num}: {self.anomaly}: it is skipped, {log.skipped} so far")
+            runtime.print0(f"WARNING: step {iter_num}: {self.anomaly}: it is skipped, {log.skipped} so far")
             return iter_num + 1
         restored = checkpointer.restore(skip=("rows_seen", "health"))
-        print0(f"WARNING: step {iter_num}: {self.anomaly}: rolled back to step {restored}; the data moves on")
+        runtime.print0(f"WARNING: step {iter_num}: {self.anomaly}: rolled back to step {restored}; the data moves on")
         self.stats["calm_until"] = restored + 100
         self.rollbacks += 1
         checkpointer.save(restored, again=True)  # with the data moved on and the anomaly counted

@@ -42,7 +42,7 @@ class Spam:
                 if since == 0:
                     for tensor in state.values():
                         tensor.zero_()
-                if since >= min(20, 0.04 * spam_interval) and p.grad is not None:
+                if since >= min(20, 0.04 * spam_interval):
                     g, v = p.grad, state["exp_avg_sq"]
                     if hasattr(g, "to_local"):  # FSDP: element by element, so each rank does its own
                         g, v = g.to_local(), v.to_local()

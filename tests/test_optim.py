@@ -2,7 +2,6 @@
 import pytest
 import torch
 
-from conftest import same
 from checkpoint import get_state, load_state
 from conftest import defaults, literals, same
 from model import GPT, GPTConfig

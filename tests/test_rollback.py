@@ -13,19 +13,24 @@ ARGS = [*TINY, "--sample_tokens=0"]
 CONFIG = {"spike_loss": 3.0, "spike_norm": 100.0, "out_dir": ""}
 
 
-@pytest.mark.parametrize("losses, norms, anomalies", [
-    ([3.0] * 60 + [8.9, 9.5, 3.0, math.nan], [1.0] * 64, [61, 63]),
-    ([3.0] * 60, [1.0] * 55 + [9.0, 120.0] + [1.0] * 3, [56]),
-    ([3.0, 30.0, 3.0], [1.0, 1.0, math.inf], [2]),  # there is no average yet
+@pytest.mark.parametrize("losses, norms, spikes, not_finite", [
+    ([3.0] * 60 + [8.9, 9.5, 3.0, math.nan], [1.0] * 64, [61], [63]),
+    ([3.0] * 60, [1.0] * 55 + [9.0, 120.0] + [1.0] * 3, [56], []),
+    ([3.0, 30.0, 3.0], [1.0, 1.0, math.inf], [], [2]),  # there is no average yet
 ])
-def test_anomalies_of_a_step(losses, norms, anomalies):
+def test_anomalies_of_a_step(losses, norms, spikes, not_finite):
     guard = SpikeGuard(CONFIG, None, torch.amp.GradScaler(enabled=False))
-    assert [i for i, step in enumerate(zip(losses, norms)) if guard.detect_spike(i, *step)] == anomalies
+    for i, step in enumerate(zip(losses, norms)):
+        assert guard.is_spike(i, *step) == (i in spikes)
+        assert bool(guard.anomaly) == (i in spikes + not_finite)
 
 
 def test_an_overflow_under_float16_is_no_anomaly():
     guard = SpikeGuard(CONFIG, None, torch.amp.GradScaler("cpu"))
-    assert not guard.detect_spike(0, 3.0, math.inf) and guard.detect_spike(1, math.nan, math.inf)
+    assert not guard.is_spike(0, 3.0, math.inf) and not guard.anomaly
+    assert not guard.is_spike(1, math.nan, math.inf) and guard.anomaly
+    guard.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)  # it has looked for its range and found none
+    assert not guard.is_spike(2, 3.0, math.inf) and guard.anomaly
 
 
 def test_a_spike_is_rolled_back_and_training_continues_on_fresh_data(tmp_path):
@@ -79,16 +84,17 @@ def test_without_a_way_out_the_run_stops_with_its_last_checkpoint(tmp_path):
     output = run("train_gpt2.py", *ARGS, f"--data_dir={data}", f"--out_dir={tmp_path}/o", "--max_iters=90",
                  "--spike_loss=1.5", "--max_faults=3", code=2)
     assert "error: step 7" in output and "anomaly number 3 in a row: stopped" in output
-    assert f"The last good checkpoint is in {tmp_path}/o" in output and load(tmp_path / "o")["iter_num"] == 70
+    assert f"stopped: step 70 is saved; resume with python " in output and f"--out_dir={tmp_path}/o" in output
+    assert load(tmp_path / "o")["iter_num"] == 70
 
 
 def test_a_spike_with_the_checkpoint_damaged_goes_back_to_the_one_before(tmp_path):
-    damage = (f"import extras.rollback\nfind = extras.rollback.SpikeGuard.detect_spike\n"
+    damage = (f"import extras.rollback\nfind = extras.rollback.SpikeGuard.is_spike\n"
               f"def damaged_before(self, step, *rest):\n"
               f"    if step == 72 and not self.stats['calm_until']:\n"
               f"        open({str(tmp_path / 'o' / 'ckpt.pt')!r}, 'wb').write(b'PK damaged')\n"
               f"    return find(self, step, *rest)\n"
-              f"extras.rollback.SpikeGuard.detect_spike = damaged_before")
+              f"extras.rollback.SpikeGuard.is_spike = damaged_before")
     output = run(patched(tmp_path, "train_gpt2.py", damage), *ARGS, f"--data_dir={poisoned(tmp_path / 'data', [75])}",
                  "--max_iters=79", "--spike_loss=1.5", "--keep_interval=10", f"--out_dir={tmp_path}/o")
     assert "rolled back to step 60" in output and (tmp_path / "o" / "ckpt_damaged.pt").exists()
