@@ -4,11 +4,11 @@ are sharded over the ranks, block by block, for a model that does not fit on one
 """
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
+                                                     set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import distribute_tensor
 
-from checkpoint import kept_out
 from configurator import fail
 
 
@@ -19,7 +19,8 @@ def apply_fsdp(model, device, dtype, options):
     """
     if not dist.is_initialized() or dtype == "float16":
         fail(f"--fsdp=True: expected several ranks (start with torchrun), and bfloat16 or float32 (it is {dtype})")
-    policy = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == "float32" else getattr(torch, dtype),
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.transformer.h:
         if options:
@@ -30,36 +31,26 @@ def apply_fsdp(model, device, dtype, options):
     return model
 
 
-def map_tensors(function, tree):
-    """Nested dicts, with function(tensor) in place of each tensor."""
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    return function(tree) if isinstance(tree, torch.Tensor) else tree
-
-
 def get_state(model, optimizer):
     """
-    The state dicts of a sharded model and its optimizer, whole, on the CPU of rank 0; elsewhere None stands for each
-    tensor. Collective.
+    The state dicts of a sharded model and its optimizer, whole, on the CPU of rank 0, and {} elsewhere; collective.
     """
-    def gather(tensor):
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return whole.cpu() if dist.get_rank() == 0 else None
-
-    left_out = kept_out(model)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    return map_tensors(gather, weights), map_tensors(gather, optimizer.state_dict())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    weights = get_model_state_dict(model, options=options)
+    named = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() > 0:
+        return {}, {}
+    number = {name: i for i, name in enumerate(name for group in named["param_groups"] for name in group["params"])}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
+    return weights, {"state": {number[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
 
 def load_state(model, optimizer, checkpoint):
     """The reverse, from a checkpoint that every rank has read. The settings of the optimizer's groups stay."""
-    like = optimizer.param_groups[0]["params"][0]  # all parameters are sharded alike, and so are their moments
-
-    def shard(tensor):
-        if tensor.dim() == 0:  # a count of steps
-            return tensor
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
-
-    model.load_state_dict(map_tensors(shard, checkpoint["model"]), strict="lora" not in checkpoint)
-    optimizer.load_state_dict({"state": map_tensors(shard, checkpoint["optimizer"]["state"]),
-                               "param_groups": optimizer.state_dict()["param_groups"]})
+    options = StateDictOptions(full_state_dict=True, strict="lora" not in checkpoint)
+    set_model_state_dict(model, checkpoint["model"], options=options)
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    groups = [{**group, "params": [name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    names = [name for group in groups for name in group["params"]]  # by their numbers
+    state = {names[i]: values for i, values in checkpoint["optimizer"]["state"].items()}
+    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)

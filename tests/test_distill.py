@@ -299,8 +299,8 @@ def teacher(shards, tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(teacher, shards, tmp_path_factory):
     """
-    Two runs with a learned temperature, from the online teacher and from a cache of all but one of its probabilities; their
-    settings and their folder.
+    Two runs with a learned temperature, from the online teacher and from a cache of all but one of its probabilities;
+    their settings and their folder.
     """
     folder = tmp_path_factory.mktemp("runs")
     args = [*SHORT, f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True",
