@@ -51,7 +51,7 @@ train_iters: Positive = 15  # train, chat: steps a round, after one that is not 
 chat_args: str = "--max_seq_len=512"  # chat: flags of chat_sft.py; the model has the size of train_args
 context: Positive = 1024  # decode: tokens in the cache before the timed ones
 new_tokens: Positive = 64  # decode: tokens a round
-prep_files: str = ""  # prep: --files of prepare_data.py, gpt2 tokens; none: the standard library, bytes
+prep_files: str = ""  # prep: --files of prepare_data.py; none: the standard library
 profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py, trace.json
 configure(globals())
 
@@ -189,11 +189,11 @@ def bench_chat():
 
 def bench_prep():
     prepared = Path(folder, "prepared")
-    source = f"--files={prep_files}" if prep_files else "--dataset=python"
+    source = [f"--files={prep_files}" if prep_files else "--dataset=python", "--tokenizer=gpt2"]
 
     def prepare():
         shutil.rmtree(prepared, ignore_errors=True)
-        run_script("prepare_data.py", source, f"--data_dir={prepared}")
+        run_script("prepare_data.py", *source, f"--data_dir={prepared}")
         return read_meta(prepared)["tokens"]
 
     def tiktoken_alone():
@@ -201,10 +201,10 @@ def bench_prep():
         return sum(map(len, encoded)) + len(texts)  # with <|endoftext|>
 
     prepare()
-    tokenizer = get_tokenizer(read_meta(prepared)["tokenizer"])
+    tokenizer = get_tokenizer("gpt2")
     shards = [read_shard(path) for path in sorted(prepared.glob("*.bin"), reverse=True)]  # val comes before train
     texts = "".join(map(tokenizer.decode, shards)).split(END_OF_TEXT)[1:]
-    compare(f"data preparation: prepare_data.py {source}, from start to end; tiktoken: texts in memory, "
+    compare(f"data preparation: prepare_data.py {' '.join(source)}, from start to end; tiktoken: texts in memory, "
             f"{count_cpus()} threads",
             {"tiktoken": partial(time_tokens, tiktoken_alone), "prepare_data.py": partial(time_tokens, prepare)})
 

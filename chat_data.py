@@ -252,10 +252,11 @@ class ChatDataset:
         return int(trained.sum()), int(trained.size - padding.sum())
 
     def format_row(self, i):
-        """Row i as text: its inputs divided by |, each with its target in brackets if that is trained on."""
-        length, text = self.count_targets([i])[1], ""
-        for token, target in zip(*self.rows[i, :, :length].tolist()):
-            text += f"|{decode_chat(self.tokenizer, [token])}"
-            if target != self.tokenizer.eot_token:
-                text += f"[{decode_chat(self.tokenizer, [target])}]"
-        return sanitize(f"{text}\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")
+        """Row i as text: its tokens divided by |, [those that are trained on] in brackets."""
+        length = self.count_targets([i])[1]
+        idx, targets = self.rows[i, :, :length].tolist()
+        text, eot = "", self.tokenizer.eot_token
+        for token, target, following in zip(idx, targets, [*idx[1:], None]):  # the last target is trained on
+            shown = decode_chat(self.tokenizer, [following if target == eot else target]).replace("\n", "\\n")
+            text += ("\n\n<|endoftext|>|" if token == eot else "|") + (shown if target == eot else f"[{shown}]")
+        return sanitize(f"{text.lstrip()}\n\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")

@@ -129,6 +129,8 @@ def start_run(config, overrides, stage):
         if stage == "chat":
             fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")
         return None, False
+    if resuming and not has_checkpoint(out_dir):
+        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of one")
     source = out_dir if resuming else init_from.removeprefix("auto:")
     checkpoint = load_checkpoint(source, merge=not resuming)
     if resuming:

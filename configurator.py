@@ -205,4 +205,5 @@ def print_help(script, settings, extras):
     for path in [Path(script), *(EXTRAS / f"{extra}.py" for extra in extras if (EXTRAS / f"{extra}.py").exists())]:
         found = re.findall(r"^ *((\w+): .+ = .+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         lines += ["", f"in {path.name}", *(f"  {line}" for line, name in found if name in settings)]
-    print("\n".join(lines))  # in one go: `| head` may close the pipe
+    with suppress(BrokenPipeError):  # of `| head`; print would try again when the program ends
+        os.write(1, ("\n".join(lines) + "\n").encode())

@@ -5,6 +5,13 @@ Scores a checkpoint: HellaSwag, ARC, MMLU, GSM8K, and the validation loss in bit
     python evaluate.py --tasks=hellaswag,arc_easy --data_dir=data/fineweb-edu
     torchrun --nproc_per_node=8 evaluate.py --tasks=mmlu,gsm8k --task_dir=tasks  # local: tasks/mmlu/test.jsonl, ...
 
+A line of a local file has what a row on the hub has:
+
+    {"ctx": "He sits down and", "endings": ["sings.", "flies.", "eats.", "melts."], "label": 2}      hellaswag
+    {"question": "Ice is?", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]}, "answerKey": "B"}   arc_*
+    {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}                                   mmlu
+    {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                                    gsm8k
+
 Prompts and scores are those of EleutherAI's lm-evaluation-harness, zero-shot, so the numbers are comparable. They do
 not depend on the batch size or the number of ranks, up to rounding: float32 is the default because in a coarser dtype
 the padding of a batch decides between two choices that are nearly tied.

@@ -85,6 +85,7 @@ HF_FIELDS = {  # model_type -> its names of GPTConfig's fields
                     "v_head_dim": "v_head_dim", **LLAMA_FIELDS},
 }
 HF_GELU = {"tanh": "gelu_new", "exact": "gelu"}
+HF_GELU_NAMES = {hf_name: name for name, hf_name in HF_GELU.items()}
 HF_DEFAULTS = {  # what a config.json may say besides; model.py computes nothing else
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "hidden_act": "silu",
     "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "rope_interleave": True,
@@ -117,7 +118,7 @@ def config_from_hf(hf_config):
     if kind not in HF_FIELDS:
         raise ValueError(f"its config has model_type={kind!r}: expected one of {', '.join(HF_FIELDS)}")
     config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
-                       qk_norm=kind == "qwen3", gelu="exact" if hf_config["activation_function"] == "gelu" else "tanh",
+                       qk_norm=kind == "qwen3", gelu=HF_GELU_NAMES.get(hf_config["activation_function"], "tanh"),
                        **{name: hf_config[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
     expected = {**HF_DEFAULTS, "layer_types": ["full_attention"] * config.n_layer, **config_to_hf(config)}
     for name, value in expected.items():
@@ -267,7 +268,8 @@ def to_transformers(model):
     with one_line_errors("", "pip install transformers"):
         from transformers import AutoConfig, AutoModelForCausalLM
     print("comparing with transformers ...")
-    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_to_hf(model.config))).eval()
+    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        **config_to_hf(model.config), bos_token_id=None, eos_token_id=None)).eval()
     idx = torch.arange(model.config.max_seq_len)[None] % model.config.vocab_size
     with torch.no_grad(), one_line_errors(
             f"{type(twin).__name__} is another function than this model",
@@ -300,6 +302,8 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
             key: loaded[key] for key in ("stage", "iter_num", "val_loss", "val_iter", "config")})
         save_torch_state_dict(twin.state_dict(), folder, max_shard_size=shard_size,
                               shared_tensors_to_discard=["lm_head.weight"])  # gpt2's, which is the embedding
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)  # they are written for their owner alone
         tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
         write_json(folder / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,

@@ -71,7 +71,7 @@ class GPTConfig:
         for name in NO_CHOICE[self.arch] + NO_CHOICE[self.attention]:
             value = derived.get(name, getattr(GPTConfig, name))
             expect(name, getattr(self, name) == value,
-                   f"expected {value} with arch={self.arch} attention={self.attention}")
+                   f"expected {value}, as arch={self.arch} attention={self.attention} has no other")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
         if not gpt2:
             rotated = self.qk_rope_head_dim if mla else hd

@@ -203,7 +203,8 @@ if __name__ == "__main__":
         if existing_tokens:
             progress = json.loads(progress_path.read_text())
             if progress["recipe"] != recipe:
-                raise ValueError(f"holds shards prepared with other settings, {progress['recipe']}")
+                differing = [key for key in recipe if recipe[key] != progress["recipe"].get(key)]
+                raise ValueError(f"holds shards prepared with another {' and '.join(differing)}")
             finished = meta_path.exists()
             done = read_meta(data_dir) if finished else progress["counts"]
             if not done["tokens"] <= existing_tokens <= target_tokens:
@@ -277,5 +278,5 @@ if __name__ == "__main__":
                            "exhausted": counts["tokens"] < target_tokens, **counts})
     print(f"{data_dir}: {summary}\n"
           f"the first {val_tokens:,} tokens are for validation; train on the rest:\n"
-          f"python train_gpt2.py --data_dir={data_dir} (GPT-2 124M; in minutes on a laptop: "
-          f"python train_gpt2.py config/quickstart.py --data_dir={data_dir} --out_dir=out)")
+          f"python train_gpt2.py config/quickstart.py --data_dir={data_dir}  # in minutes, on a laptop\n"
+          f"python train_gpt2.py --data_dir={data_dir}  # GPT-2 124M, on a GPU")

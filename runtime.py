@@ -53,8 +53,8 @@ def init_process(device):
     try:
         torch.empty(1, device=device)
     except Exception as error:  # maybe on this rank alone: more ranks than GPUs
-        fail(f"--device={device}: {format_error(error)}; expected auto, cpu, cuda, cuda:N or mps, and a device that is "
-             f"here, for each rank one", alone=True)
+        fail(f"--device={device}: {format_error(error)}; expected auto, cpu, cuda, cuda:N or mps, and a device that "
+             f"is here, for each rank one", alone=True)
     device = torch.device(device)
     torch.set_float32_matmul_precision("high")  # TF32
     cuda = device.type == "cuda"
@@ -79,8 +79,8 @@ def local_grad_accum_steps(gradient_accumulation_steps, world_size):
     """Micro-steps of each rank: the setting counts those of the whole job and must be divisible by world_size."""
     if gradient_accumulation_steps % world_size:
         near = gradient_accumulation_steps // world_size * world_size
-        fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: must be divisible by {world_size} ranks; "
-             f"{f'{near} or ' if near else ''}{near + world_size} would be")
+        fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: expected a multiple of {world_size}, the "
+             f"number of ranks: {f'{near} or ' if near else ''}{near + world_size}")
     return gradient_accumulation_steps // world_size
 
 
@@ -337,8 +337,8 @@ class Logger:
         self.sums.update(sums, steps=1)
         if graphs_compiled() > self.graphs + self.recompiles:
             self.recompiles = graphs_compiled() - self.graphs
-            print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far; TORCH_LOGS=recompiles "
-                  f"says why")
+            print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far; "
+                  f"TORCH_LOGS=recompiles says why")
 
     def skip(self, iter_num, loss_sum):
         """Counts a step that is not finite, and says so; float16's loss scale finds its range that way."""

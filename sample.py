@@ -189,8 +189,6 @@ if __name__ == "__main__":
 
     def write(beginning, ids, i):
         """Prints `beginning` and, as it is generated, the text after ids, with seed + i. Returns that text."""
-        if len(ids) + max_new_tokens - 1 > max_len:
-            print(f"the prompt has {len(ids)} tokens, the model {max_len} positions: it will forget the beginning")
         print(beginning, end="", flush=True)
         if seed is not None:
             torch.manual_seed(seed + i)
@@ -198,8 +196,8 @@ if __name__ == "__main__":
         text = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for token, in generate(model, [ids], max_new_tokens, compiled=compiled, temperature=temperature,
-                                       top_k=top_k, top_p=top_p, min_p=min_p, **limits):
+                for n, (token,) in enumerate(generate(model, [ids], max_new_tokens, compiled=compiled, top_k=top_k,
+                                                      temperature=temperature, top_p=top_p, min_p=min_p, **limits)):
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                         print(sanitize(piece), end="", flush=True)
@@ -209,6 +207,8 @@ if __name__ == "__main__":
                 raise
             print(" (stopped)", end="")
         print()
+        if len(ids) + n > max_len:
+            print(f"(that is longer than the model's {max_len} positions: it has forgotten the beginning)")
         return text
 
     # completion
@@ -221,6 +221,8 @@ if __name__ == "__main__":
         raise SystemExit(0)
 
     # chat
+    if loaded["stage"] != "chat":
+        print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
     if not prompt:
         with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()
@@ -236,7 +238,7 @@ if __name__ == "__main__":
                 messages.append({"role": "user", "content": message})
                 while True:
                     ids = render_chat(tokenizer, system_message + messages)[0] + [chat_tokens(tokenizer)["assistant"]]
-                    if len(ids) + min(max_new_tokens, max_len // 2) <= max_len or len(messages) == 1:
+                    if len(ids) + min(max_new_tokens, max_len // 4) <= max_len or len(messages) == 1:
                         break
                     print("(the oldest turn does not fit any more and is forgotten)")
                     messages = messages[2:]

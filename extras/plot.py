@@ -45,7 +45,7 @@ def draw(log, picture):
                 markersize=3, label=label)
         ax.xaxis.set_major_formatter(EngFormatter())
         ax.grid(alpha=0.3)
-        ax.legend(loc="upper right")
+        ax.legend()
     figure.supxlabel("tokens")
     figure.savefig(picture)
 

@@ -172,7 +172,7 @@ def test_print_batch_shows_what_is_trained_on(base, tmp_path):
     data = jsonl(tmp_path / "a.jsonl", [turns("hi", "yo\n"), turns("x"), turns("another", "one")])
     output = run("chat_sft.py", f"--init_from={base}", f"--data={data}", f"--chat_dir={tmp_path}/rows",
                  "--print_batch=True", f"--out_dir={tmp_path}/none")
-    assert "|<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>[y]|y[o]|o[\n]|\n[<|end|>]" in output
+    assert "<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>|[y]|[o]|[\\n]|[<|end|>]" in output
     assert "(padding: " in output and not (tmp_path / "none").exists()
     assert "1 skipped: its roles are not" in output
 

@@ -267,12 +267,12 @@ def test_a_row_is_shown_token_by_token(tmp_path):
     data = jsonl(tmp_path / "a.jsonl", [turns("hi", "yo\n"), turns("ho", "\x1b")])
     rows, _, info = build(tmp_path / "rows", data, data)
     shown = ChatDataset(rows, BYTES, True, "").format_row(0)
-    hi = "|<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>[y]|y[o]|o[\n]|\n[<|end|>]"
-    ho = "|<|endoftext|>|<|user|>|h|o|<|end|>|<|assistant|>[\ufffd]|\ufffd[<|end|>]"
-    assert shown == f"{hi}{ho}\n(padding: {64 - 9 - 7} of 64 positions)"
+    hi = "<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>|[y]|[o]|[\\n]|[<|end|>]"
+    ho = "<|endoftext|>|<|user|>|h|o|<|end|>|<|assistant|>|[\ufffd]|[<|end|>]"
+    assert shown == f"{hi}\n\n{ho}\n\n(padding: {64 - 9 - 7} of 64 positions)"
     rows, _, _ = build(tmp_path / "rows", data, data, max_seq_len=9, pack=False)
     assert {ChatDataset(rows, BYTES, False, "").format_row(i) for i in (0, 1)} == {
-        f"{hi}\n(padding: 0 of 9 positions)", f"{ho}\n(padding: 2 of 9 positions)"}
+        f"{hi}\n\n(padding: 0 of 9 positions)", f"{ho}\n\n(padding: 2 of 9 positions)"}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

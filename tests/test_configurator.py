@@ -407,10 +407,10 @@ def test_a_deleted_extra_ends_the_run_if_asked_for_and_is_left_out_otherwise(scr
         assert ("extras/gone.py" in capsys.readouterr().out) == said
 
 
-def test_help_lists_the_settings_of_extras(script, toy, capsys):
+def test_help_lists_the_settings_of_extras(script, toy, capfd):
     with pytest.raises(SystemExit) as stop:
         configure(vars(script), ("toy", "gone"), argv=["--help"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert stop.value.code == 0 and "imported" not in lines and not any("gone" in line for line in lines)
     assert "  steps: int = 10  # how many, at most" in lines
     assert [line.strip() for line in lines[lines.index("in toy.py") + 1:]] == [

@@ -264,8 +264,8 @@ def test_it_completes_a_prompt(saved, tmp_path):
 
 def test_it_says_what_it_forgets(saved):
     output = sample(saved["base"], "--prompt=" + 20 * "the cat ", "--max_new_tokens=5")
-    assert "the prompt has 161 tokens, the model 48 positions" in output
-    assert "forget the beginning" in sample(saved["base"], "--prompt=the", "--max_new_tokens=60", "--temperature=0")
+    assert "longer than the model's 48 positions: it has forgotten the beginning" in output
+    assert "forgotten the beginning" in sample(saved["base"], "--prompt=the", "--max_new_tokens=60", "--temperature=0")
 
 
 @pytest.mark.parametrize("args, words", [
@@ -303,10 +303,10 @@ def test_a_conversation_in_the_terminal(saved):
     typed = "say cat\nsay mat\nsay the cat sat\n/reset\nsay on\n/quit\nnot read\n"
     output = talk(saved["chat"], typed, "--temperature=0")
     assert output.count("model: ") == 4 and "turn does not fit any more and is forgotten" in output
-    assert "it will forget the beginning" not in output
+    assert "forgotten the beginning" not in output
     assert "(a new conversation)" in output and output.count("/reset starts a new conversation") == 1
     assert first.split("model: ")[1].split("\n")[0] == output.split("model: ")[4].split("\n")[0]
-    assert "the prompt has 84 tokens, the model 48 positions: it will forget" in talk(saved["chat"], "x" * 80 + "\n")
+    assert "longer than the model's 48 positions: it has forgotten the beginning" in talk(saved["chat"], "x" * 80 + "\n")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT cannot be sent to one process there")

@@ -407,7 +407,8 @@ def test_other_settings_in_the_same_folder_are_refused(python, change, request):
     source = ["--tokenizer=bytes", *PYTHON[1:]] if "files" in change else PYTHON
     line = refusal(python, *source, "--max_tokens=537500", "--data_dir=undisturbed", change)
     assert "undisturbed" in line and "give another --data_dir" in line
-    assert ("--max_tokens=" if "max" in change else "other settings, {'text_column': 'text', 'tokenizer': ") in line
+    name = change[2:].split("=")[0].replace("files", "source")
+    assert ("--max_tokens=" if "max" in change else f"prepared with another {name}") in line
     assert contents(python / "undisturbed") == before
 
 
@@ -533,7 +534,7 @@ def test_nothing_that_has_changed_is_resumed(sources, tmp_path):
     assert "is prepared already" in prepare(tmp_path, *command)
     with open(tmp_path / "a.parquet", "ab") as f:
         f.write(b"x")
-    assert "other settings" in refusal(tmp_path, *command)
+    assert "prepared with another source" in refusal(tmp_path, *command)
     shutil.copy(sources / "a.parquet", tmp_path)
     (out / "meta.json").unlink()
     original = json.loads((out / "progress.json").read_text())
