@@ -360,7 +360,7 @@ def test_a_checkpoint_samples(trained, tmp_path):
                "--top_k=0")
     assert "then it ran" in text and "forgotten the beginning" in text
     text = run("sample.py", *args, "--prompt=" + 20 * "the cat ", "--max_new_tokens=5")
-    assert "the prompt has 161 tokens, the model 32 positions" in text
+    assert "longer than the model's 32 positions: it has forgotten the beginning" in text
     for extreme in ("--temperature=1e-42", "--temperature=1e300", "--top_p=1e-300", "--min_p=1"):
         run("sample.py", *args, extreme, "--max_new_tokens=3")
 
