@@ -79,7 +79,7 @@ modes = [False, True] if compile else [False]
 common = f"""--max_iters={train_iters + 1} --device={device} --dtype={dtype} --compile={compile} --eval_iters=1
     --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1 --warmup_iters=0 --overwrite=True
     --out_dir={folder}/out""".split()
-train_flags = [*train_args.split(), *common, f"--data_dir={folder}"]  # of two equal ones the later counts
+train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # of two equal ones the later counts
 
 
 def compare(title, rows):
@@ -178,8 +178,8 @@ def bench_chat():
                "--compile=False", f"--out_dir={folder}/base")
     with open(f"{folder}/chats.jsonl", "w") as f:
         f.writelines(json.dumps(conversation) + "\n" for conversation in python_conversations())
-    flags = [*chat_args.split(), *common, f"--init_from={folder}/base", f"--data={folder}/chats.jsonl",
-             f"--chat_dir={folder}/rows"]
+    flags = [*common, f"--init_from={folder}/base", f"--data={folder}/chats.jsonl", f"--chat_dir={folder}/rows",
+             *chat_args.split()]
     compare(f"chat tuning: chat_sft.py {chat_args}", {
         f"--compile={mode}": partial(time_steps, "chat_sft.py", *flags, f"--compile={mode}") for mode in modes})
 

@@ -11,6 +11,7 @@ import os
 import re
 import time
 import uuid
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -192,8 +193,10 @@ def build_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed
     while not path.exists():
         time.sleep(0.1)
     with one_line_errors(str(path), "damaged: remove it, and it is made again"):
+        if build and zipfile.ZipFile(path).testzip():
+            raise ValueError("its checksum is wrong")
         info = torch.load(path, mmap=True)
-    return info["train"]["rows"].numpy(), info["val"]["rows"].numpy(), info
+        return info["train"]["rows"].numpy(), info["val"]["rows"].numpy(), info
 
 
 def describe_rows(info, data, max_seq_len):

@@ -86,7 +86,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matm
 compile: bool = True
 compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None
 compile_backend: str = "inductor"
-seed: NonNegative = 1337
+seed: Annotated[int, 0, 2 ** 63 - 1] = 1337
 config, overrides = configure(globals(), extras=("lora", "distill", "prune", "spam", "rollback", "trackers"))
 
 # -----------------------------------------------------------------------------

@@ -9,9 +9,11 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -235,8 +237,8 @@ def write_checkpoint(out_dir, checkpoint, snapshot_name=None):
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         print(f"WARNING: --out_dir={out_dir}: the checkpoint of step {checkpoint['iter_num']} could not be written "
               f"({format_error(error)}); the one before it stays. Make room", flush=True)
-        if os.access(out_dir, os.W_OK):
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         return False
 
 
@@ -272,22 +274,30 @@ class Checkpointer:
             fail(f"--keep_interval={self.keep_interval}: expected a multiple of "
                  f"--eval_interval={config['eval_interval']}, which saves the checkpoints")
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
-        if found and not resuming and not config["overwrite"]:
-            fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume it with --init_from=resume, replace it "
-                 f"with --overwrite=True, or give another --out_dir")
+        if found and not resuming:
+            if not config["overwrite"]:
+                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume it with --init_from=resume, "
+                     f"replace it with --overwrite=True, or give another folder")
+            for source in filter(None, (config["init_from"], config["teacher"])):
+                path = Path(source.removeprefix("auto:")).resolve()
+                if path.exists() and folder.resolve() in (path, path.parent):
+                    fail(f"--out_dir={out_dir} --overwrite=True: holds {source}, which this run reads; give another "
+                         f"folder")
         if (folder / "config.json").exists() and "model_type" in (folder / "config.json").read_text(errors="replace"):
             fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
         if runtime.rank() == 0:
             with one_line_errors(f"--out_dir={out_dir}", "give a folder that no other run is writing to", OSError):
                 os.makedirs(out_dir, exist_ok=True)
+                tempfile.TemporaryFile(dir=out_dir).close()  # a folder that cannot be written to is found now
                 self.lock = FileLock(folder / "lock")
                 self.lock.acquire(blocking=False)  # its Timeout is an OSError
 
     def remove_old(self):
         """Removes the checkpoints of an overwritten run, once nothing can be refused any more."""
         if runtime.rank() == 0:
-            for path in Path(self.out_dir).glob("ckpt*.pt*"):
-                path.unlink(missing_ok=True)
+            for pattern in ("ckpt.pt*", "ckpt_prev.pt", "ckpt_best.pt", "ckpt_[0-9]*.pt"):
+                for path in Path(self.out_dir).glob(pattern):
+                    path.unlink()
 
     def save(self, iter_num, again=False):
         """

@@ -299,8 +299,11 @@ if __name__ == "__main__":
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "float32"  # of the matmuls; auto: bfloat16 if supported
     configure(globals())
 
-    if not tasks and not data_dir:
-        fail("--tasks= and no --data_dir: there is nothing to score; give one of them")
+    names = re.findall(r"\w+", tasks)
+    if not names and not data_dir:
+        fail(f"--tasks={tasks} and no --data_dir: there is nothing to score; give one of them")
+    if output and (Path(output).exists() or not Path(output).absolute().parent.is_dir()):
+        fail(f"--output={output}: expected a new file, in a folder that exists")
     rank, world_size, device = runtime.init_process(device)
     torch.set_float32_matmul_precision("highest")  # no TF32
     model, meta = load_model(checkpoint, device)
@@ -308,11 +311,7 @@ if __name__ == "__main__":
     print0(describe_model(checkpoint, meta))
     print0(f"reading {tasks or 'no task'} ...")
     examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
-                for task in re.findall(r"\w+", tasks)}
-
-    if output and rank == 0:
-        with one_line_errors(f"--output={output}"):
-            Path(output).touch()
+                for task in names}
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
     autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))

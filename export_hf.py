@@ -182,7 +182,8 @@ def load_hf(path):
         config = config_from_hf(json.loads((folder / "config.json").read_bytes()))
         prefix = "transformer." if config.arch == "gpt2" else ""  # the files of OpenAI's models lack it
         weights = {}
-        for file in [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]:
+        for file in ([*folder.glob("model.safetensors")] or [*folder.glob("model-*.safetensors")]
+                     or [*folder.glob("pytorch_model*.bin")]):
             weights |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu")
         if not weights:
             raise ValueError("it has a config.json, but neither model.safetensors nor pytorch_model.bin")
@@ -298,6 +299,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     untrained = [*range(end + 1 if chat else tokenizer.n_vocab, config.vocab_size)]
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)  # written last: without it nothing opens the folder
         write_json(folder / "run.json", {
             key: loaded[key] for key in ("stage", "iter_num", "val_loss", "val_iter", "config")})
         save_torch_state_dict(twin.state_dict(), folder, max_shard_size=shard_size,
@@ -311,7 +313,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
             "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None})
         write_json(folder / "generation_config.json", {**ends, "suppress_tokens": untrained})
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded["stage"], twin), encoding="utf-8")
-        write_json(folder / "config.json", {  # last: without it nothing opens the folder
+        write_json(folder / "config.json", {
             "architectures": [type(twin).__name__], **config_to_hf(config), **ends, "dtype": dtype,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), config.dropout)})
     print(f"{describe_model(checkpoint, loaded)}\n{out_dir}: {type(twin).__name__}, {dtype}, "

@@ -174,7 +174,8 @@ if __name__ == "__main__":
             fail(f"{source_name}: expected files of one kind, {', '.join(READERS)}, the last three also with .gz or "
                  f".zst after it; got {', '.join([kind, *others])}")
         reader = {"data_files": [*map(glob.escape, paths)], **READERS[kind]}
-        source = {"files": [[path, os.path.getsize(path)] for path in paths]}
+        with one_line_errors(source_name):
+            source = {"files": [[path, os.path.getsize(path)] for path in paths]}
         tenth = sum(map(os.path.getsize, paths)) // (40 if tokenizer == "gpt2" else 10)  # gpt2: some 4 bytes a token
         val_tokens = val_tokens or min(2 ** 20, tenth or 1)
     elif from_python:
@@ -200,6 +201,8 @@ if __name__ == "__main__":
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(timeout=0)
         existing_tokens = sum(len(read_shard(path)) for path in folder.glob("*.bin"))
+        if not existing_tokens and (meta_path.exists() or (folder / "chat.jsonl").exists()):
+            raise ValueError("holds meta.json or chat.jsonl, but no shards")
         if existing_tokens:
             progress = json.loads(progress_path.read_text())
             if progress["recipe"] != recipe:
@@ -227,8 +230,6 @@ if __name__ == "__main__":
         data = data.select_columns(text_column)
     if offset:
         print(f"resuming after {counts['tokens']:,} tokens in complete shards")
-    write_json(progress_path, progress)
-    meta_path.unlink(missing_ok=True)  # more tokens were asked for
 
     # tokens -> shards. After each full one, progress.json says where the next begins: the state of the source before a
     # batch of documents, and an offset into the tokens of that batch.
@@ -237,6 +238,8 @@ if __name__ == "__main__":
     bar = tqdm(total=max_tokens, initial=counts["tokens"], unit="tok", unit_scale=True)
     with one_line_errors(f"{source_name} to {data_dir}", "complete shards stay, the same command resumes after them",
                          (Exception, KeyboardInterrupt)), bar, closing(batches):
+        write_json(progress_path, progress)
+        meta_path.unlink(missing_ok=True)  # more tokens were asked for
         for state, tokens, skipped in tokenize_batches(batches, encoding, num_threads or count_cpus()):
             if skipped and offset == 0:  # otherwise an earlier run began this batch, and counted these
                 counts["documents skipped"] += skipped
@@ -270,7 +273,7 @@ if __name__ == "__main__":
              f"give more text, or try --val_tokens={max(1, counts['tokens'] // 10)}")
 
     # what was done
-    if from_python:
+    if from_python and not (folder / "chat.jsonl").exists():
         lines = [json.dumps(conversation).encode() + b"\n" for conversation in python_conversations()]
         write_atomically(folder / "chat.jsonl", *lines)
         print(f"{data_dir}/chat.jsonl: {len(lines):,} questions and answers, from its docstrings")

@@ -5,6 +5,8 @@ The teacher runs in each step (online), or its top-k log-probabilities are cache
 loss function, and as a transform or a source of the loader.
 """
 import math
+import shutil
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -204,6 +206,9 @@ class TeacherCache:
         runtime.all_reduce(distillation.sums[0])  # wait until all ranks have read what is missing
         runtime.print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, the others are in "
                        f"{self.rows.filename} already; {len(missing) * self.rows[0].nbytes / 2 ** 20:,.1f} MiB")
+        free = shutil.disk_usage(Path(self.rows.filename).parent).free
+        if len(missing) * self.rows[0].nbytes > free:  # writing to a mapped file on a full disk would kill the process
+            fail(f"--teacher_cache={teacher_cache}: {free / 2 ** 20:,.1f} MiB are free; give less, or make room")
         # as many batches on each rank, because FSDP runs all of them together: the last may repeat some rows
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))

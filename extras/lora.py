@@ -55,7 +55,7 @@ def add_adapters(model, rank):
             name = path.partition(".")[2]
             names[path] = {"all", name, *name.split(".")}
     known = set().union(*names.values())
-    targets = set(lora_targets.split(","))
+    targets = {target.strip() for target in lora_targets.split(",")}
     if targets - known:
         fail(f"--lora_targets={lora_targets}: no matrix {min(targets - known)!r} in this model; expected some of "
              f"{', '.join(sorted(known))}")
@@ -79,13 +79,9 @@ class Lora:
             self.base = checkpoint["lora"]
             model.load_state_dict(load_base(checkpoint))
         else:
-            absolute = os.path.abspath(path)
-            if os.path.dirname(absolute) == os.path.abspath(config["out_dir"]):
-                fail(f"--out_dir={config['out_dir']}: holds {path}, the base of this LoRA run, which its checkpoints "
-                     f"do not contain; give another folder")
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")
-            self.base = {"alpha": lora_alpha, "path": path, "absolute": absolute,
+            self.base = {"alpha": lora_alpha, "path": path, "absolute": os.path.abspath(path),
                          "fingerprint": fingerprint(checkpoint)}
         torch.manual_seed(config["seed"])
         add_adapters(model, config["lora_rank"])

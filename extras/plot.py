@@ -55,7 +55,7 @@ def plot_hook(out_dir):
         if Figure and rank() == 0:
             try:
                 draw(f"{out_dir}/log.jsonl", f"{out_dir}/loss.png")
-            except OSError as error:  # a full disk is no reason to stop
+            except Exception as error:  # a picture is no reason to stop
                 print(f"{out_dir}/loss.png is not drawn: {error}")
         return {}
     return hook

@@ -373,7 +373,9 @@ def test_damaged_rows_are_refused_with_what_to_do(tmp_path, refused):
     build(tmp_path / "rows", data)
     [path] = (tmp_path / "rows").iterdir()
     whole = path.read_bytes()
-    for damaged in (b"", whole[:100], whole[:-100], whole[:-2000] + b"A" * 2000):
+    middle = len(whole) // 2
+    for damaged in (b"", whole[:100], whole[:-100], whole[:-2000] + b"A" * 2000,
+                    whole[:middle] + bytes(255 - byte for byte in whole[middle:middle + 99]) + whole[middle + 99:]):
         path.write_bytes(damaged)
         message = refused(build, tmp_path / "rows", data)
         assert str(path) in message and "remove it" in message

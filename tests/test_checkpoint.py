@@ -198,6 +198,19 @@ def test_kept_checkpoints_and_models_of_others_are_not_overwritten(shards, tmp_p
     assert "Hugging Face" in refused("train_gpt2.py", *args, "--overwrite=True")
 
 
+def test_an_overwritten_run_leaves_other_files_and_is_not_what_the_new_one_reads(shards, trained, tmp_path):
+    out_dir = shutil.copytree(trained, tmp_path / "o")
+    shutil.copy(out_dir / "ckpt.pt", out_dir / "ckpt_mine.pt")
+    args = [*TINY, f"--data_dir={shards}", f"--out_dir={out_dir}", "--overwrite=True", "--max_iters=2"]
+    for given in (f"--init_from={out_dir}/ckpt_mine.pt", f"--init_from={out_dir}"):
+        line = refused("train_gpt2.py", *args, given)
+        assert f"--out_dir={out_dir}" in line and "which this run reads" in line
+    assert same(load(out_dir)["model"], load(trained)["model"])
+    run("train_gpt2.py", *args)
+    assert load(out_dir)["iter_num"] == 2 and (out_dir / "ckpt_mine.pt").exists()
+    assert load(out_dir, "ckpt_prev.pt")["iter_num"] == 2
+
+
 def test_a_hook_that_swaps_the_weights_does_not_swap_those_that_are_saved(shards, trained, tmp_path):
     """On a slow disk, where the checkpoint of the step would still be under way."""
     swap = """
@@ -240,7 +253,8 @@ class Entry:
 def new_checkpointer(folder, **entries):
     gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
     state = {"model": gpt, "optimizer": torch.optim.AdamW(gpt.parameters()), **entries}
-    facts = {**small_checkpoint(), "config": dict(keep_interval=0, eval_interval=1, overwrite=True)}
+    facts = {**small_checkpoint(), "config": dict(keep_interval=0, eval_interval=1, overwrite=True,
+                                                   init_from="scratch", teacher=None)}
     for key in ("model", "iter_num", "val_loss", "val_iter"):
         del facts[key]
     return checkpoints.Checkpointer(folder, state, facts, resuming=False)

@@ -243,6 +243,15 @@ def test_a_cache_holds_the_likeliest_ids_and_continues_where_it_was_interrupted(
     assert torch.equal(torch.from_numpy(rows).flatten(0, 1), expected)
 
 
+def test_a_cache_without_room_is_refused_before_it_is_written(open_cache, monkeypatch, capsys):
+    """Writing to a mapped file on a full disk would kill the process."""
+    usage = distill.shutil.disk_usage("/")
+    monkeypatch.setattr(distill.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(SystemExit):
+        fill(open_cache(), [1, 4], torch.randn(10, 4, 20), torch.randn(V, 20))
+    assert "--teacher_cache=5" in capsys.readouterr().err
+
+
 def test_ids_above_the_largest_int16_and_a_teacher_that_is_sure(monkeypatch):
     """50,304 ids, whose cached form wraps around; the likeliest has all of the probability, and a row is still one."""
     n_ids, head = 50_304, torch.zeros(50_304, 2)

@@ -421,8 +421,10 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     assert f"task 'hellaswag', --task_dir={tasks}: " in error and f"{tasks}/hellaswag/" in error
     assert "expected TASK/test.jsonl or TASK/validation.jsonl" in error
     assert "nothing to score" in refused(*given, "--tasks=")
-    output = f"{tmp_path}/no/results.json"
-    assert output in refused(*given, "--tasks=mmlu", f"--task_dir={tasks}", f"--output={output}")
+    (tmp_path / "there.json").write_text("kept")
+    for output in (f"{tmp_path}/no/results.json", f"{tmp_path}/there.json"):
+        assert output in refused(*given, "--tasks=mmlu", f"--task_dir={tasks}", f"--output={output}")
+    assert (tmp_path / "there.json").read_text() == "kept"
     shards = write_shards(tmp_path / "gpt2", "gpt2", train=2000, val=500)
     error = refused(*given, "--tasks=", f"--data_dir={shards}")
     assert f"--data_dir={shards}: has gpt2 tokens" in error and f"{checkpoint} has bytes tokens" in error

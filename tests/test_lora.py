@@ -307,7 +307,7 @@ def test_mistakes_are_refused_in_one_line(folder, tuned):
         ([*start, "--lora_targets=c_attn"], ["'c_attn'", "q_proj", "kv_b_proj", "up_proj"]),
         ([*start, "--optimizer=muon"], ["--optimizer=muon", "lora_rank", "adamw"]),
         ([*start, "--lora_alpha=0"], ["lora_alpha=0"]),
-        ([*start, f"--out_dir={folder}/base", "--overwrite=True"], ["base/ckpt.pt", "another folder"]),
+        ([*start, f"--out_dir={folder}/base", "--overwrite=True"], [f"--out_dir={folder}/base", "another folder"]),
         ([*start, f"--init_from={tuned[0]}"], [f"--init_from={tuned[0]}", "export_hf.py"]),
         ([*resume, "--lora_rank=8"], ["lora_rank=8", "trained with 4"]),
     ]:

@@ -30,6 +30,15 @@ def test_a_damaged_log_is_drawn_and_a_resumed_run_appends_to_it(shards, tmp_path
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_what_cannot_be_drawn_does_not_end_the_run(shards, tmp_path):
+    args = [*TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--sample_tokens=0"]
+    run("train_gpt2.py", *args, "--max_iters=2")
+    with open(tmp_path / "log.jsonl", "a") as f:
+        f.write('{"tokens": 7, "val_loss": {"a": 1}}\n')
+    output = run("train_gpt2.py", *args, "--init_from=resume", "--max_iters=3")
+    assert "loss.png is not drawn" in output and "done after 3 steps" in output
+
+
 def test_a_run_does_without_matplotlib_and_says_so_once(shards, tmp_path):
     program = patched(tmp_path, "train_gpt2.py", "sys.modules['matplotlib.figure'] = None")
     output = run(program, *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o", "--max_iters=2")

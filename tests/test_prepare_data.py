@@ -227,9 +227,16 @@ def test_the_standard_library_is_a_source_and_needs_no_torch(tmp_path):
     meta = read_meta(tmp_path / "data/python")
     assert (meta["tokenizer"], meta["tokens"], meta["exhausted"]) == ("bytes", 30000, False)
     assert meta["documents"] == (all_tokens(tmp_path / "data/python") == BYTES_EOT).sum()
-    conversations = [json.loads(line) for line in (tmp_path / "data/python/chat.jsonl").open()]
+    chats = tmp_path / "data/python/chat.jsonl"
+    conversations = [json.loads(line) for line in chats.open()]
     assert len(conversations) > 1000
     assert {tuple(m["role"] for m in c["messages"]) for c in conversations} == {("user", "assistant")}
+    chats.write_text("edited")
+    prepare(tmp_path, "--dataset=python", "--max_tokens=31000", "--val_tokens=1000")
+    assert chats.read_text() == "edited"
+    for shard in chats.parent.glob("*.bin"):
+        shard.unlink()
+    assert "chat.jsonl, but no shards" in refusal(tmp_path, "--dataset=python")
 
 
 @given(st.lists(st.text()))
