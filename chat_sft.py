@@ -21,8 +21,8 @@ import torch
 import runtime
 from chat_data import ChatDataset, build_rows, describe_rows
 from checkpoint import Checkpointer, describe_model, start_run
-from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, configure, fail, load_extra,
-                          one_line_errors)
+from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
+                          load_extra, one_line_errors)
 from dataloader import BatchLoader, validation_loss
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr
@@ -86,7 +86,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matm
 compile: bool = True
 compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None
 compile_backend: str = "inductor"
-seed: Annotated[int, 0, 2 ** 63 - 1] = 1337
+seed: Seed = 1337
 config, overrides = configure(globals(), extras=("lora", "distill", "prune", "spam", "rollback", "trackers"))
 
 # -----------------------------------------------------------------------------

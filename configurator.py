@@ -35,6 +35,7 @@ NonNegative = Annotated[int, 0, math.inf]
 NonNegativeFloat = Annotated[float, 0, math.inf]
 Fraction = Annotated[float, 0, 1]
 BelowOne = Annotated[float, 0, 0.999999]
+Seed = Annotated[int, 0, 2 ** 63 - 1]  # a little less than torch takes: steps are added to it
 
 EXTRAS = Path(__file__).resolve().parent / "extras"
 

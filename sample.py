@@ -17,7 +17,7 @@ import torch
 
 import runtime
 from checkpoint import describe_model, load_model
-from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, configure, fail, one_line_errors
+from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
 from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
     top_k: NonNegative = 200  # sample from this many likeliest tokens; 0 = all
     top_p: Annotated[float, 1e-300, 1] = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
     min_p: Fraction = 0.0  # leave out tokens less likely than this fraction of the likeliest
-    seed: Optional[Annotated[int, 0, 2 ** 63 - 1]] = 1337  # sample i uses seed + i; None: a new text each time
+    seed: Optional[Seed] = 1337  # sample i uses seed + i; None: a new text each time
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
     compile: bool = False  # compile the decoding step: takes seconds, then about twice the tokens/s
@@ -193,7 +193,7 @@ if __name__ == "__main__":
         if seed is not None:
             torch.manual_seed(seed + i)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
-        text = ""
+        text, n = "", 0  # n: Ctrl-C may come before the first token
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
                 for n, (token,) in enumerate(generate(model, [ids], max_new_tokens, compiled=compiled, top_k=top_k,

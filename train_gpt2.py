@@ -16,7 +16,7 @@ import torch
 
 import runtime
 from checkpoint import Checkpointer, check_tokenizer, start_run
-from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, configure, load_extra,
+from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, load_extra,
                           one_line_errors)
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from model import GPT, GPTConfig
@@ -92,7 +92,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matm
 compile: bool = True
 compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None
 compile_backend: str = "inductor"
-seed: Annotated[int, 0, 2 ** 63 - 1] = 1337
+seed: Seed = 1337
 config, overrides = configure(globals(), extras=("distill", "prune", "spam", "rollback", "trackers"))
 
 # -----------------------------------------------------------------------------

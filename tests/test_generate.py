@@ -12,7 +12,7 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import runtime
-from conftest import ROOT, refused, run
+from conftest import ROOT, patched, refused, run
 from model import GPT, GPTConfig
 from sample import compile_step, generate, sample_hook, sample_logits, vocabulary
 from test_model import VARIANTS, new_gpt
@@ -307,6 +307,17 @@ def test_a_conversation_in_the_terminal(saved):
     assert "(a new conversation)" in output and output.count("/reset starts a new conversation") == 1
     assert first.split("model: ")[1].split("\n")[0] == output.split("model: ")[4].split("\n")[0]
     assert "longer than the model's 48 positions: it has forgotten the beginning" in talk(saved["chat"], "x" * 80 + "\n")
+
+
+def test_ctrl_c_before_the_first_token_stops_the_answer(saved, tmp_path):
+    stop = """
+import model
+def hidden_states(*_, **__): raise KeyboardInterrupt
+model.GPT.hidden_states = hidden_states
+"""
+    output = run(patched(tmp_path, "sample.py", stop), f"--checkpoint={saved['chat']}", "--chat=True", "--prompt=hi",
+                 "--device=cpu")
+    assert output.rstrip().endswith("model:  (stopped)")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGINT cannot be sent to one process there")
