@@ -14,7 +14,7 @@ import math
 import os
 import time
 from dataclasses import asdict
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 import torch
 
@@ -38,43 +38,43 @@ eval_interval: Positive = 100  # steps between evaluations; each, but for step 0
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
-task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
+task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: Positive = 10
 sample_tokens: NonNegative = 128  # length of the answer, to the first question of val, printed then; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
 data: str = "HuggingFaceTB/smoltalk"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
-val_data: Optional[str] = None  # the same for validation; None: one in 50 conversations, not trained on
+val_data: str | None = None  # the same for validation; None: one in 50 conversations, not trained on
 chat_dir: str = "data/chat"  # the rows are made once and kept here
 pack: bool = True  # as many whole conversations per row as fit; False: one
 print_batch: bool = False  # print the first micro-batch, [what is trained on] marked, and exit
 batch_size: Positive = 4  # rows per micro-batch and rank
 gradient_accumulation_steps: Positive = 8  # micro-batches per step over all ranks, which share them
-max_seq_len: Optional[Annotated[int, 4, math.inf]] = None  # None: 2048, or the model's positions if fewer
+max_seq_len: Annotated[int, 4, math.inf] | None = None  # None: 2048, or the model's positions if fewer
 dropout: BelowOne = 0.0
 recompute: bool = False  # activation checkpointing: less memory, a third slower
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices; adamw_spam: clips spikes
 learning_rate: NonNegativeFloat = 1e-4  # peak
 epochs: NonNegativeFloat = 1.0  # passes over the rows
-max_iters: Optional[NonNegative] = None  # None: as many as the epochs take
+max_iters: NonNegative | None = None  # None: as many as the epochs take
 weight_decay: NonNegativeFloat = 0.0  # of matrices and embeddings
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.002  # muon: peak of the hidden matrices
-embedding_lr: Optional[NonNegativeFloat] = None  # peaks of other groups; None: learning_rate
-head_lr: Optional[NonNegativeFloat] = None  # llama
-vector_lr: Optional[NonNegativeFloat] = None  # norms and biases
+embedding_lr: NonNegativeFloat | None = None  # peaks of other groups; None: learning_rate
+head_lr: NonNegativeFloat | None = None  # llama
+vector_lr: NonNegativeFloat | None = None  # norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: Optional[NonNegative] = None  # None: a tenth of the run, at most 100
-lr_decay_iters: Optional[NonNegative] = None  # None: max_iters
+warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100
+lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters in which the rate falls
 # optional features; the details of each are settings of its file in extras/
 lora_rank: NonNegative = 0  # lora.py: freeze the model and train adapters of this rank; 0 = off
-teacher: Optional[str] = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
+teacher: str | None = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
 sparsity: BelowOne = 0.0  # prune.py: share of the hidden matrices' weights that ends at zero
 spike_loss: NonNegativeFloat = 3.0  # rollback.py: roll back at this many times the mean loss; 0 = off
 spike_norm: NonNegativeFloat = 100.0  # rollback.py: the same for the gradient norm
@@ -84,7 +84,7 @@ sanity_check: bool = False  # sanity.py: can the model learn at all? on one micr
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
 compile: bool = True
-compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None
+compile_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
 compile_backend: str = "inductor"
 seed: Seed = 1337
 config, overrides = configure(globals(), extras=("lora", "distill", "prune", "spam", "rollback", "trackers"))

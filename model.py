@@ -15,7 +15,6 @@ Shape letters in this file:
 """
 import math
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -35,17 +34,17 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_kv_head: Optional[int] = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
+    n_kv_head: int | None = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialised to N(0, 1)
-    intermediate_size: Optional[int] = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
+    intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
-    kv_lora_rank: Optional[int] = None  # mla: latent width for keys and values; None: 128, at most C / 2
-    q_lora_rank: Optional[int] = None  # mla, llama: latent width for queries; None: queries straight from x
-    qk_nope_head_dim: Optional[int] = None  # mla: width of a head's query without position; None: hd - the rope's
-    qk_rope_head_dim: Optional[int] = None  # mla, llama: width of the rotated part; None: hd / 2
-    v_head_dim: Optional[int] = None  # mla: width of a head's value; None: hd
+    kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: 128, at most C / 2
+    q_lora_rank: int | None = None  # mla, llama: latent width for queries; None: queries straight from x
+    qk_nope_head_dim: int | None = None  # mla: width of a head's query without position; None: hd - the rope's
+    qk_rope_head_dim: int | None = None  # mla, llama: width of the rotated part; None: hd / 2
+    v_head_dim: int | None = None  # mla: width of a head's value; None: hd
     dropout: float = 0.0
 
     def __post_init__(self):
@@ -87,7 +86,7 @@ NO_CHOICE = {
 
 
 # -----------------------------------------------------------------------------
-# attention: one class per variant, chosen in ATTENTION below
+# attention: one class per variant, chosen in Block below
 
 def attend(q, k, v, mask, dropout):
     """
@@ -149,8 +148,8 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.dropout, self.head_dim = config.dropout, config.n_embd // config.n_head
-        hd = self.head_dim
+        self.dropout = config.dropout
+        hd = self.head_dim = config.n_embd // config.n_head
         self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
@@ -262,9 +261,6 @@ def interleaved_to_half(x):
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-ATTENTION = {"gpt2": {"mha": GPT2Attention, "mla": MLA}, "llama": {"mha": LlamaAttention, "mla": MLA}}
-
-
 # -----------------------------------------------------------------------------
 # the rest of a block
 
@@ -300,10 +296,12 @@ def build_norm(config):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
+        gpt2 = config.arch == "gpt2"
+        attention = MLA if config.attention == "mla" else GPT2Attention if gpt2 else LlamaAttention
         self.ln_1 = build_norm(config)
-        self.attn = ATTENTION[config.arch][config.attention](config)
+        self.attn = attention(config)
         self.ln_2 = build_norm(config)
-        self.mlp = GPT2MLP(config) if config.arch == "gpt2" else LlamaMLP(config)
+        self.mlp = GPT2MLP(config) if gpt2 else LlamaMLP(config)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, rope, positions, mask, cache=None):
@@ -476,7 +474,8 @@ class GPT(nn.Module):
         (Chowdhery et al. 2022, appendix B). Embedding tables are looked up and cost none; a tied one counts as the
         head.
         """
-        c, hd = self.config, self.config.n_embd // self.config.n_head
+        c = self.config
+        hd = c.n_embd // c.n_head
         tables = ("transformer.wpe.weight",) + ("transformer.wte.weight",) * (c.arch == "llama")
         matmuls = sum((6 if p.requires_grad else 4) * p.numel() for name, p in self.named_parameters()
                       if name not in tables)

@@ -226,24 +226,19 @@ def compile_options(config, device):
         return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
 
 
-def wrap_ddp(model, device):
-    """The model in DistributedDataParallel, under torchrun."""
-    if not dist.is_initialized():
-        return model
-    # buffers are constants, or sums that are reduced when logged: none is broadcast. torch 2.13 renamed this
-    names = "forward_sync_buffers", "broadcast_buffers"
-    sync_buffers = next(name for name in names if name in signature(DDP).parameters)
-    return DDP(model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
-               **{sync_buffers: False})
-
-
 def wrap_model(orig_model, device, dtype, options, config):
     """Compiles and distributes a model. Returns the one that trains, and the one that evaluates, without DDP."""
     if config["fsdp"]:
         return [load_extra("fsdp", config, "fsdp").apply_fsdp(orig_model, device, dtype, options)] * 2
     orig_model.to(device)
     compiled = torch.compile(orig_model, **options) if options else orig_model
-    return wrap_ddp(compiled, device), compiled
+    if not dist.is_initialized():
+        return compiled, compiled
+    # buffers are constants, or sums that are reduced when logged: none is broadcast. torch 2.13 renamed this
+    names = "forward_sync_buffers", "broadcast_buffers"
+    sync_buffers = next(name for name in names if name in signature(DDP).parameters)
+    return DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
+               **{sync_buffers: False}), compiled
 
 
 def warm_up(model, compiled, optimizer, batch, autocast, options):

@@ -10,7 +10,7 @@ In the order it runs: settings, setup, data, model, optimizer; then evaluate, fo
 import math
 import time
 from dataclasses import asdict, fields
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 import torch
 
@@ -33,7 +33,7 @@ eval_interval: Positive = 500  # steps between evaluations; each, but for step 0
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 are 1M tokens
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
-task_dir: Optional[str] = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
+task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: Positive = 10
 sample_tokens: NonNegative = 64  # length of the sample printed at each evaluation; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
@@ -49,17 +49,17 @@ attention: Literal["mha", "mla"] = "mha"  # multi-head or multi-head latent
 n_layer: Positive = 12
 n_head: Positive = 12
 n_embd: Positive = 768
-n_kv_head: Optional[Positive] = None  # llama: grouped-query attention; None: n_head
+n_kv_head: Positive | None = None  # llama: grouped-query attention; None: n_head
 qk_norm: bool = False  # llama: normalise queries and keys
 embed_norm: bool = False  # llama: normalise the embedding
-intermediate_size: Optional[Positive] = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
+intermediate_size: Positive | None = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
 gelu: Literal["tanh", "exact"] = "tanh"  # gpt2: GPT-2's approximation, or nanoGPT's exact one
 rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama
-kv_lora_rank: Optional[Positive] = None  # mla: latent width, cached per token; None: 128, at most n_embd / 2
-q_lora_rank: Optional[Positive] = None  # mla, llama: latent width of queries; None: no latent
-qk_nope_head_dim: Optional[Positive] = None  # mla: width of the unrotated part of a query; None: the rest
-qk_rope_head_dim: Optional[NonNegative] = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
-v_head_dim: Optional[Positive] = None  # mla: None: n_embd / n_head
+kv_lora_rank: Positive | None = None  # mla: latent width, cached per token; None: 128, at most n_embd / 2
+q_lora_rank: Positive | None = None  # mla, llama: latent width of queries; None: no latent
+qk_nope_head_dim: Positive | None = None  # mla: width of the unrotated part of a query; None: the rest
+qk_rope_head_dim: NonNegative | None = None  # mla, llama: width of the rotated part; None: half of n_embd / n_head
+v_head_dim: Positive | None = None  # mla: None: n_embd / n_head
 dropout: BelowOne = 0.0  # on embeddings, attention weights and residual branches
 recompute: bool = False  # activation checkpointing: less memory, a third slower
 # optimizer
@@ -70,17 +70,17 @@ weight_decay: NonNegativeFloat = 0.1  # of matrices and embeddings
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.02  # muon: peak of the hidden matrices
-embedding_lr: Optional[NonNegativeFloat] = None  # peaks of other groups; None: learning_rate
-head_lr: Optional[NonNegativeFloat] = None  # llama
-vector_lr: Optional[NonNegativeFloat] = None  # norms and biases
+embedding_lr: NonNegativeFloat | None = None  # peaks of other groups; None: learning_rate
+head_lr: NonNegativeFloat | None = None  # llama
+vector_lr: NonNegativeFloat | None = None  # norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
 warmup_iters: NonNegative = 2000
-lr_decay_iters: Optional[NonNegative] = None  # None: max_iters
+lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 6e-5
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters in which the rate falls
 # optional features; the details of each are settings of its file in extras/
-teacher: Optional[str] = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
+teacher: str | None = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
 sparsity: BelowOne = 0.0  # prune.py: share of the hidden matrices' weights that ends at zero
 spike_loss: NonNegativeFloat = 3.0  # rollback.py: roll back at this many times the mean loss; 0 = off
 spike_norm: NonNegativeFloat = 100.0  # rollback.py: the same for the gradient norm
@@ -90,7 +90,7 @@ sanity_check: bool = False  # sanity.py: can the model learn at all? on one micr
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
 compile: bool = True
-compile_mode: Optional[Literal["default", "reduce-overhead", "max-autotune"]] = None
+compile_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
 compile_backend: str = "inductor"
 seed: Seed = 1337
 config, overrides = configure(globals(), extras=("distill", "prune", "spam", "rollback", "trackers"))

@@ -5,7 +5,7 @@ What goes has the lowest score: |w|, or |w| v^(1/4) with AdamW's second moment v
 small, too, goes first. A pruned weight stays zero and gets no gradient; in the paper it keeps its value behind the
 mask.
 """
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -16,9 +16,9 @@ from runtime import print0
 
 prune_by: Literal["magnitude", "state"] = "magnitude"  # |w|, or |w| v^(1/4)
 prune_scope: Literal["layer", "global"] = "layer"  # the share of each matrix, or of all together
-prune_begin: Optional[NonNegative] = None  # step at which sparsity begins to rise; None: a tenth of max_iters
-prune_end: Optional[Positive] = None  # step at which it is reached; None: three quarters of max_iters
-prune_interval: Optional[Positive] = None  # steps between prunings; None: a hundredth of the ramp
+prune_begin: NonNegative | None = None  # step at which sparsity begins to rise; None: a tenth of max_iters
+prune_end: Positive | None = None  # step at which it is reached; None: three quarters of max_iters
+prune_interval: Positive | None = None  # steps between prunings; None: a hundredth of the ramp
 
 
 class Pruner:

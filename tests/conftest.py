@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, and a shell's &, have programs ignore it
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
 from shards import shard_header  # noqa: E402
