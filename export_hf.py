@@ -6,7 +6,7 @@ Exports any checkpoint to a Hugging Face folder, which transformers opens withou
 
 gpt2 becomes GPT2LMHeadModel; llama LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla DeepseekV3ForCausalLM,
 all layers dense. gpt2 with mla becomes a GPT2LMHeadModel whose keys and values are multiplied out: the same function,
-but it caches whole keys and values. An export needs transformers, the way back only safetensors.
+but it caches whole keys and values. Both ways need transformers, which reads and writes the files.
 """
 import json
 import math
@@ -17,55 +17,53 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import save_torch_state_dict, snapshot_download  # datasets brings it
+from huggingface_hub import snapshot_download  # datasets brings it
+from huggingface_hub.utils import enable_progress_bars
 
 import runtime
 from checkpoint import GPT2_MODELS, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
-from model import GPTConfig
+from model import GPT, GPTConfig
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------
 # weights
 
-LLAMA_NAMES = [("transformer.wte.", "model.embed_tokens."), ("transformer.h.", "model.layers."),
-               ("transformer.ln_f.", "model.norm."), (".ln_1.", ".input_layernorm."),
-               (".ln_2.", ".post_attention_layernorm."), (".attn.", ".self_attn.")]
+LLAMA_NAMES = {"transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers.",
+               "transformer.ln_f.": "model.norm.", ".ln_1.": ".input_layernorm.",
+               ".ln_2.": ".post_attention_layernorm.", ".attn.": ".self_attn."}
 
 
 def to_hf(state_dict, config):
-    """A state dict of ours with Hugging Face's names and layout, for the class that config_to_hf names."""
-    if config.arch == "gpt2" and config.attention == "mla":
-        state_dict = mla_to_mha(state_dict, config)
+    """
+    A state dict of ours with Hugging Face's names and layout, for the class that config_to_hf names. Its tensors are
+    views of ours, so copying into them is the way back, except where they are computed: gpt2's mla, embed_norm.
+    """
+    if config.arch == "gpt2":
+        if config.attention == "mla":
+            state_dict = mla_to_mha(state_dict, config)
+        return {name.replace(".o_proj.", ".c_proj."):  # so named in mla
+                tensor.t() if ".h." in name else tensor  # matrices are Conv1D's, which are transposed; vectors stay
+                for name, tensor in state_dict.items()}
     if config.embed_norm:  # it acts on each row of the table alone, so it can be applied to the table
         table = state_dict["transformer.wte.weight"]
         state_dict = {**state_dict, "transformer.wte.weight": F.rms_norm(table, table.shape[1:], eps=1e-5)}
-    return rename(state_dict, config.arch, LLAMA_NAMES)
-
-
-def from_hf(state_dict, config):
-    """The reverse of to_hf; there is none for gpt2 with mla, whose latent is gone."""
-    return rename(state_dict, config.arch, map(reversed, LLAMA_NAMES))
-
-
-def rename(state_dict, arch, names):
-    if arch == "gpt2":  # its matrices are Conv1D's, which are transposed; vectors stay
-        return {name: tensor.transpose(0, -1) if ".h." in name else tensor for name, tensor in state_dict.items()}
-    for old, new in names:
+    for old, new in LLAMA_NAMES.items():
         state_dict = {name.replace(old, new): tensor for name, tensor in state_dict.items()}
     return state_dict
 
 
 def mla_to_mha(state_dict, config):
     """gpt2 with mla as a plain gpt2: for each head k = (W_k W_a) x and v = (W_v W_a) x."""
-    plain = {name.replace(".o_proj.", ".c_proj."): tensor for name, tensor in state_dict.items()}
+    plain = dict(state_dict)
     for i in range(config.n_layer):
         attn = f"transformer.h.{i}.attn."
-        down = plain.pop(attn + "kv_a_proj_with_mqa.weight")  # (rank, C)
-        up = plain.pop(attn + "kv_b_proj.weight").view(config.n_head, 2, -1, config.kv_lora_rank)
-        kv = up.transpose(0, 1).flatten(0, 2) @ down  # (2 C, C): the keys of all heads, then the values
-        plain[attn + "c_attn.weight"] = torch.cat((plain.pop(attn + "q_proj.weight"), kv))
-        plain[attn + "c_attn.bias"] = F.pad(plain.pop(attn + "q_proj.bias"), (0, len(kv)))
+        q, q_bias, down, up = (plain.pop(attn + name) for name in (
+            "q_proj.weight", "q_proj.bias", "kv_a_proj_with_mqa.weight", "kv_b_proj.weight"))
+        # up has each head's keys before its values; kv, (2 C, C), all keys before all values
+        kv = up.unflatten(0, (config.n_head, 2, -1)).transpose(0, 1).flatten(0, 2) @ down
+        plain[attn + "c_attn.weight"] = torch.cat((q, kv))
+        plain[attn + "c_attn.bias"] = F.pad(q_bias, (0, len(kv)))
     return plain
 
 
@@ -85,12 +83,6 @@ HF_FIELDS = {  # model_type -> its names of GPTConfig's fields
                     "v_head_dim": "v_head_dim", **LLAMA_FIELDS},
 }
 HF_GELU = {"tanh": "gelu_new", "exact": "gelu"}
-HF_GELU_NAMES = {hf_name: name for name, hf_name in HF_GELU.items()}
-HF_DEFAULTS = {  # what a config.json may say besides; model.py computes nothing else
-    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "hidden_act": "silu",
-    "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "rope_interleave": True,
-    "rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "quantization_config": None,
-}
 
 
 def config_to_hf(config):
@@ -100,55 +92,78 @@ def config_to_hf(config):
     hf_config = {"model_type": kind, "tie_word_embeddings": kind == "gpt2",
                  **{hf_name: getattr(config, name) for hf_name, name in HF_FIELDS[kind].items()}}
     if kind == "gpt2":
-        return {**hf_config, "layer_norm_epsilon": 1e-5, "activation_function": HF_GELU[config.gelu]}
+        return {**hf_config, "layer_norm_epsilon": 1e-5, "activation_function": HF_GELU[config.gelu],
+                "n_ctx": config.max_seq_len}  # transformers' n_positions; llama.cpp's converter wants this
     # deepseek_v3 calls the width of the rotated part head_dim
     return {**hf_config, "rms_norm_eps": 1e-5, "head_dim": config.qk_rope_head_dim or config.n_embd // config.n_head}
 
 
 def config_from_hf(hf_config):
     """
-    The reverse. Raises ValueError, naming the field, for what model.py does not compute, and KeyError for a field
-    that is missing. Dropout stays 0: it belongs to the training.
+    The reverse, for a config of transformers. Raises ValueError, naming the field, where config_to_hf would say
+    something else; whether the rest, like the scaling of rotary positions, is what model.py computes, the logits show.
+    Dropout stays 0: it belongs to the training.
     """
-    # transformers' defaults; it has moved the rotary settings from version to version
-    hf_config = {"n_inner": None, "num_key_value_heads": None, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
-                 "activation_function": "gelu_new", **hf_config,
-                 **(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
-    kind = hf_config.get("model_type")
+    fields = hf_config.to_dict()
+    fields |= fields.get("rope_parameters") or {}  # where transformers 5 has rope_theta
+    kind = fields["model_type"]
     if kind not in HF_FIELDS:
         raise ValueError(f"its config has model_type={kind!r}: expected one of {', '.join(HF_FIELDS)}")
     config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
-                       qk_norm=kind == "qwen3", gelu=HF_GELU_NAMES.get(hf_config["activation_function"], "tanh"),
-                       **{name: hf_config[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
-    expected = {**HF_DEFAULTS, "layer_types": ["full_attention"] * config.n_layer, **config_to_hf(config)}
-    for name, value in expected.items():
-        if hf_config.get(name) not in (None, value):  # None: the default, which is ours
-            raise ValueError(f"its config has {name}={hf_config[name]!r}: expected {value!r}")
+                       qk_norm=kind == "qwen3",
+                       gelu=dict(zip(HF_GELU.values(), HF_GELU)).get(fields.get("activation_function"), "tanh"),
+                       **{name: fields[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
+    # what only long texts would show, and the rest
+    for name, value in {"rope_type": "default", "use_sliding_window": False, **config_to_hf(config)}.items():
+        if fields.get(name) not in (None, value):  # None: the default, which is ours
+            raise ValueError(f"its config has {name}={fields[name]!r}: expected {value!r}")
     return config
+
+
+# -----------------------------------------------------------------------------
+# transformers
+
+def import_transformers():
+    """transformers, without its warnings and progress bars. It takes seconds to import, and is needed here alone."""
+    with one_line_errors("", "pip install transformers"):
+        import transformers
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    enable_progress_bars()  # those of a download stay
+    return transformers
+
+
+def compare_logits(twin, model, length):
+    """Raises AssertionError unless a model of transformers has our model's logits, on `length` tokens."""
+    idx = torch.arange(length)[None] % model.config.vocab_size
+    with torch.no_grad():
+        torch.testing.assert_close(
+            twin(idx).logits, model(idx), rtol=1e-3, atol=1e-3,
+            msg=f"{type(twin).__name__} computes other logits than model.py")
 
 
 # -----------------------------------------------------------------------------
 # models trained elsewhere
 
-def convert_checkpoint(state_dict, gpt_config, **facts):
-    """
-    The dict of load_checkpoint for a model trained elsewhere. Its vocabulary's size tells its tokenizer; ValueError
-    for one that we do not have. gpt2's 50257 ids are padded to 50304 by the mean of the other rows: a row of zeros
-    has the logit 0, far above what GPT-2 gives its likeliest token, and would win the softmax.
-    """
-    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(gpt_config.vocab_size)
+def tokenizer_of(config):
+    """The name of the tokenizer of a model trained elsewhere, which its vocabulary's size tells, or ValueError."""
+    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(config.vocab_size)
     if tokenizer is None:
-        raise ValueError(f"its vocabulary has {gpt_config.vocab_size} ids; expected 50257 or 50304 (gpt2) or 384 "
-                         f"(bytes)")
-    gpt_config.vocab_size += -gpt_config.vocab_size % 128
-    # constants that some versions saved, and gpt2's head, which is its embedding
-    weights = {name: tensor for name, tensor in state_dict.items()
-               if not name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq", "transformer.lm_head.weight"))}
-    for name, rows in weights.items():
-        if len(rows) == 50257:
-            weights[name] = torch.cat((rows, rows.mean(0).expand(47, -1)))
-    if gpt_config.arch == "gpt2":
-        weights["lm_head.weight"] = weights["transformer.wte.weight"]
+        raise ValueError(f"its vocabulary has {config.vocab_size} ids; expected 50257 or 50304 (gpt2) or 384 (bytes)")
+    return tokenizer
+
+
+def convert_checkpoint(weights, gpt_config, **facts):
+    """
+    The dict of load_checkpoint for the weights of a model trained elsewhere. gpt2's 50257 ids are padded to 50304 by
+    the mean of the other rows: a row of zeros has the logit 0, far above what GPT-2 gives its likeliest token, and
+    would win the softmax.
+    """
+    tokenizer, padding = tokenizer_of(gpt_config), -gpt_config.vocab_size % 128
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        rows = weights[name]
+        weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
+    gpt_config.vocab_size += padding
     return {"model": weights, "model_args": asdict(gpt_config), "config": {}, "tokenizer": tokenizer, "stage": "base",
             "iter_num": 0, "val_loss": math.nan, "val_iter": 0, **facts}
 
@@ -158,8 +173,9 @@ def convert_nanogpt(checkpoint):
     args, iter_num = checkpoint["model_args"], checkpoint["iter_num"]
     config = GPTConfig(gelu="exact", max_seq_len=args["block_size"],
                        **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")})
-    # _orig_mod. comes from saving a compiled model
-    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
+    # _orig_mod. comes from saving a compiled model, .attn.bias is a mask, saved where torch had no flash attention
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()
+               if not name.endswith(".attn.bias")}
     biases = {name.replace("weight", "bias"): torch.zeros(len(tensor)) for name, tensor in weights.items()
               if ".h." in name or ".ln_f." in name}
     return convert_checkpoint({**biases, **weights}, config, config=checkpoint["config"], iter_num=iter_num,
@@ -168,37 +184,35 @@ def convert_nanogpt(checkpoint):
 
 def load_hf(path):
     """
-    The dict of load_checkpoint for a Hugging Face folder (config.json; safetensors or pytorch_model.bin, in one file
-    or several; run.json if export_hf.py wrote it), or for one of GPT2_MODELS, from the hub. Ends the program in one
-    line if path is neither.
+    The dict of load_checkpoint for a Hugging Face folder (with run.json if export_hf.py wrote it), or for one of
+    GPT2_MODELS, from the hub; float32. Ends the program in one line if path is neither, or if transformers computes
+    something else with it than model.py.
     """
-    folder = Path(path)
+    transformers, folder = import_transformers(), Path(path)
     with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
                          f"a Hugging Face folder, or, with a network, one of {', '.join(GPT2_MODELS)}"):
-        if str(path) in GPT2_MODELS and not folder.exists():
+        if not folder.exists():  # without a network, what was fetched before
             folder = Path(snapshot_download(f"openai-community/{path}",
                                             allow_patterns=["config.json", "model.safetensors"]))
-        from safetensors.torch import load_file  # pip install safetensors
-        config = config_from_hf(json.loads((folder / "config.json").read_bytes()))
-        prefix = "transformer." if config.arch == "gpt2" else ""  # the files of OpenAI's models lack it
-        weights = {}
-        for file in ([*folder.glob("model.safetensors")] or [*folder.glob("model-*.safetensors")]
-                     or [*folder.glob("pytorch_model*.bin")]):
-            weights |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu")
-        if not weights:
-            raise ValueError("it has a config.json, but neither model.safetensors nor pytorch_model.bin")
-        weights = {prefix + name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-        tokenizer_file = folder / "tokenizer.json"
-        if config.vocab_size > 384 and tokenizer_file.exists():
+        config = config_from_hf(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        tokenizer_file, run = folder / "tokenizer.json", folder / "run.json"
+        if tokenizer_of(config) == "gpt2" and tokenizer_file.exists():
             if json.loads(tokenizer_file.read_bytes())["model"]["vocab"].get("\u0120the") != 262:  # " the"
                 raise ValueError("its tokenizer.json is not gpt2's")
-        run = folder / "run.json"
-        return convert_checkpoint(from_hf(weights, config), config, path=str(path),
+        twin, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False,
+            ignore_mismatched_sizes=True, output_loading_info=True)
+        for problem, names in report.items():
+            names = [name for name in names if "masked_bias" not in name]  # a constant that old versions saved
+            if names:
+                raise ValueError(f"its weights are not those of its config.json: {problem} {names}")
+        model = GPT(config)
+        for name, tensor in to_hf(model.state_dict(), config).items():
+            tensor.copy_(twin.get_parameter(name).data)
+        compare_logits(twin, model, min(64, config.max_seq_len))
+        del twin
+        return convert_checkpoint(model.state_dict(), config, path=str(path),
                                   **(json.loads(run.read_bytes()) if run.exists() else {}))
-
-
-def write_json(path, content):
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 # -----------------------------------------------------------------------------
@@ -261,25 +275,6 @@ it from what strangers write. A base model has not learned the chat tokens, so i
 """
 
 
-def to_transformers(model):
-    """
-    The model as one of transformers, on the CPU. Ends the program if that computes something else: model.py was
-    changed, and config_to_hf was not.
-    """
-    with one_line_errors("", "pip install transformers"):
-        from transformers import AutoConfig, AutoModelForCausalLM
-    print("comparing with transformers ...")
-    twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        **config_to_hf(model.config), bos_token_id=None, eos_token_id=None)).eval()
-    idx = torch.arange(model.config.max_seq_len)[None] % model.config.vocab_size
-    with torch.no_grad(), one_line_errors(
-            f"{type(twin).__name__} is another function than this model",
-            "was model.py changed? Then config_to_hf has to say how, or the model cannot be exported"):
-        twin.load_state_dict(to_hf(model.state_dict(), model.config))
-        torch.testing.assert_close(twin(idx).logits, model(idx), rtol=1e-3, atol=1e-3)
-    return twin
-
-
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir."""
     folder = Path(out_dir)
@@ -288,34 +283,37 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or, where it holds an export of another "
              f"checkpoint, --overwrite=True")
     model, loaded = load_model(checkpoint, "cpu")
-    twin = to_transformers(model).to(getattr(torch, dtype))
-    for name, p in twin.named_parameters():
+    config, tokenizer, chat = model.config, get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
+    eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
+    transformers = import_transformers()
+    print("comparing with transformers ...")
+    with one_line_errors("", "was model.py changed? Then config_to_hf has to say how, or it cannot be exported"):
+        twin = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
+            **config_to_hf(config), bos_token_id=eot, eos_token_id=[end, eot] if chat else eot, pad_token_id=eot))
+        twin.load_state_dict(to_hf(model.state_dict(), config))
+        compare_logits(twin.eval(), model, config.max_seq_len)
+    for name, p in twin.to(getattr(torch, dtype)).named_parameters():
         if p.isinf().any():
             fail(f"--dtype={dtype}: {name} has weights above its largest number; bfloat16 holds them")
 
-    config, tokenizer, chat = model.config, get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
-    eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
-    ends = {"bos_token_id": eot, "eos_token_id": [end, eot] if chat else eot, "pad_token_id": eot}
-    untrained = [*range(end + 1 if chat else tokenizer.n_vocab, config.vocab_size)]
+    twin.config.update(config_to_hf(config))  # with rope_theta where transformers 4 reads it
+    twin.generation_config.suppress_tokens = [  # never trained
+        *range(end + 1 if chat else tokenizer.n_vocab, config.vocab_size)]
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").unlink(missing_ok=True)  # written last: without it nothing opens the folder
-        write_json(folder / "run.json", {
-            key: loaded[key] for key in ("stage", "iter_num", "val_loss", "val_iter", "config")})
-        save_torch_state_dict(twin.state_dict(), folder, max_shard_size=shard_size,
-                              shared_tensors_to_discard=["lm_head.weight"])  # gpt2's, which is the embedding
-        for file in folder.glob("*.safetensors"):
-            file.chmod(0o644)  # they are written for their owner alone
+        for file in folder.glob("model*.safetensors*"):  # written last: without them nothing opens the folder
+            file.unlink()
+        (folder / "run.json").write_text(json.dumps({
+            key: loaded[key] for key in ("stage", "iter_num", "val_loss", "val_iter", "config")}, indent=1))
         tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
-        write_json(folder / "tokenizer_config.json", {
+        (folder / "tokenizer_config.json").write_text(json.dumps({
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,
             "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
-            "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None})
-        write_json(folder / "generation_config.json", {**ends, "suppress_tokens": untrained})
-        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded["stage"], twin), encoding="utf-8")
-        write_json(folder / "config.json", {
-            "architectures": [type(twin).__name__], **config_to_hf(config), **ends, "dtype": dtype,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), config.dropout)})
+            "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None}))
+        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded["stage"], twin))
+        twin.save_pretrained(folder, max_shard_size=shard_size)
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)  # they are written for their owner alone
     print(f"{describe_model(checkpoint, loaded)}\n{out_dir}: {type(twin).__name__}, {dtype}, "
           f"{twin.num_parameters():,} parameters")
 

@@ -15,7 +15,7 @@ import export_hf
 from checkpoint import load_checkpoint, load_model
 from conftest import TINY, read_log, refused, run, write_shards
 from dataloader import TokenDataset
-from export_hf import config_from_hf, config_to_hf, from_hf, to_hf
+from export_hf import config_from_hf, config_to_hf, to_hf
 from model import GPT2MLP
 from sample import generate
 from test_generate import save
@@ -68,6 +68,9 @@ def test_transformers_has_the_same_logits_and_greedy_text(exported):
     theirs, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(theirs).__name__ == CLASSES[variant] and not any(report.values()), report
     assert theirs.dtype == torch.float32 and theirs.config.max_position_embeddings == 96
+    assert CLASSES[variant] != "GPT2LMHeadModel" or theirs.config.n_ctx == 96  # for llama.cpp's converter
+    written = json.loads((folder / "config.json").read_text())
+    assert written.get("rope_theta", 10000) == gpt.config.rope_theta  # where transformers 4 reads it
     idx = tokens(2, 96)
     with torch.no_grad():
         assert (theirs(idx).logits - gpt(idx)).abs().max() < 1e-4
@@ -105,20 +108,21 @@ def test_the_card_says_what_it_is_and_how_to_load_it(exported):
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "gpt2_mla"])
-def test_transformers_own_config_says_the_same(variant):
-    """Our config.json, read and written by transformers, gives the same GPTConfig; so does one of an older version."""
+def test_transformers_own_config_says_the_same(variant, tmp_path):
+    """Our config, written by transformers or as an older version wrote it, gives the same GPTConfig."""
     config = new_gpt(variant, **THETA.get(VARIANTS[variant]["arch"], {})).config
-    theirs = transformers.AutoConfig.for_model(**config_to_hf(config))
-    assert config_from_hf(json.loads(theirs.to_json_string(use_diff=False))) == config
     ours = config_to_hf(config)
-    assert config_from_hf(ours) == config
-    assert config_from_hf({**ours, "rope_scaling": None, "quantization_config": None, "head_dim": None}) == config
+    for_model = transformers.AutoConfig.for_model
+    for_model(**ours).save_pretrained(tmp_path)
+    assert config_from_hf(transformers.AutoConfig.from_pretrained(tmp_path)) == config
+    assert config_from_hf(for_model(**ours)) == config
     if config.arch == "llama":
+        assert config_from_hf(for_model(**ours, rope_scaling=None)) == config
         rope = {"rope_type": "default", "rope_theta": ours.pop("rope_theta")}
-        assert config_from_hf({**ours, "rope_parameters": rope}) == config
+        assert config_from_hf(for_model(**ours, rope_parameters=rope)) == config
         del ours["rms_norm_eps"]  # transformers' default is 1e-6
         with pytest.raises(ValueError, match="rms_norm_eps=1e-06: expected 1e-05"):
-            config_from_hf({**ours, "rope_parameters": rope})
+            config_from_hf(for_model(**ours, rope_parameters=rope))
 
 
 # -----------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def test_weights_are_rounded_to_the_dtype_asked_for(dtype, tmp_path):
     export(save(tmp_path, gpt), tmp_path / "hf", dtype)
     wanted = getattr(torch, dtype)
     again = load_checkpoint(tmp_path / "hf")["model"]
-    assert all(torch.equal(again[name], tensor.to(wanted)) for name, tensor in gpt.state_dict().items())
+    assert all(torch.equal(again[name], tensor.to(wanted).float()) for name, tensor in gpt.state_dict().items())
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert theirs.dtype == wanted
     with torch.no_grad():
@@ -243,12 +247,31 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path, capsys):
     assert len(weights(full)) == len(load_checkpoint(full)["model"]) - 1  # without the head
 
 
+def test_an_export_that_fails_halfway_leaves_nothing_that_opens(tmp_path, capsys, monkeypatch):
+    """Nor the weights that were there before; the next one is whole, for others to read."""
+    checkpoint, folder = save(tmp_path / "run", new_gpt("gpt2")), tmp_path / "hf"
+    export(checkpoint, folder)
+
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with pytest.raises(SystemExit):
+        export_hf.export(str(checkpoint), str(folder), "float32", 10 ** 9, overwrite=True)
+    assert "no space left" in capsys.readouterr().err
+    assert "no file named" in load_refused(folder, capsys)
+    monkeypatch.undo()
+    export_hf.export(str(checkpoint), str(folder), "float32", 10 ** 9, overwrite=True)
+    assert load_checkpoint(folder)["stage"] == "chat"
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in folder.iterdir())
+
+
 def test_a_model_that_computes_something_else_is_refused_before_anything_is_written(tmp_path, capsys, monkeypatch):
     """As after a change of model.py: ReLU squared in the MLP."""
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))
     with pytest.raises(SystemExit):
         export(save(tmp_path, new_gpt("gpt2")), tmp_path / "hf")
-    assert "GPT2LMHeadModel is another function" in capsys.readouterr().err and not (tmp_path / "hf").exists()
+    assert "GPT2LMHeadModel computes other logits" in capsys.readouterr().err and not (tmp_path / "hf").exists()
 
 
 def test_an_export_without_transformers_says_so(tmp_path, capsys, monkeypatch):
@@ -290,8 +313,8 @@ def test_transformers_gpt2_gives_the_same_logits_and_gradients(tmp_path):
     assert (ours(idx) - logits).abs().max() < 1e-5
     ours(idx, targets).backward()
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    gradients = from_hf({name: p.grad for name, p in theirs.named_parameters()}, ours.config)
-    for name, p in ours.named_parameters():
+    gradients = to_hf({name: p.grad for name, p in ours.named_parameters()}, ours.config)
+    for name, p in theirs.named_parameters():
         assert (p.grad - gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
 
 
@@ -357,28 +380,38 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch, capsys):
     assert "no network" in line and "a Hugging Face folder" in line
 
 
+LOGITS = "computes other logits"
+
+
 @pytest.mark.parametrize("variant, change, words", [
     ("gpt2", {"model_type": "bert"}, ["model_type='bert'", "gpt2", "qwen3"]),
     ("gpt2", {"activation_function": "relu"}, ["activation_function='relu'", "'gelu_new'"]),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx=True"]),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, [LOGITS]),
+    ("gpt2", {"scale_attn_weights": False}, [LOGITS]),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon=1e-06"]),
     ("gpt2", {"tie_word_embeddings": False}, ["tie_word_embeddings"]),
-    ("gpt2", {"vocab_size": 32000}, ["32000", "50257"]), ("gpt2", {"n_layer": 4}, ["transformer.h.3"]),
-    ("gpt2", {"n_positions": 64}, ["transformer.wpe.weight", "[48, 64]", "[64, 64]"]), ("gpt2", {"n_embd": None}, []),
-    ("gpt2", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["rope_type='llama3'", "'default'"]),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["type='linear'", "'default'"]),
-    ("llama", {"attention_bias": True}, ["attention_bias=True"]), ("llama", {"mlp_bias": True}, ["mlp_bias=True"]),
+    ("gpt2", {"vocab_size": 32000}, ["32000", "50257"]),
+    ("gpt2", {"n_layer": 4}, ["missing_keys", "transformer.h.3"]),
+    ("gpt2", {"n_layer": 2}, ["unexpected_keys", "transformer.h.2"]),
+    ("gpt2", {"n_positions": 64, "n_ctx": 64}, ["mismatched_keys", "transformer.wpe.weight"]),
+    ("gpt2", {"n_embd": None}, []),
+    ("gpt2", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ["bitsandbytes"]),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 24}},
+     ["rope_type='llama3'", "'default'"]),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, []),
+    ("llama", {"attention_bias": True}, ["missing_keys", "q_proj.bias"]),
+    ("llama", {"mlp_bias": True}, ["missing_keys", "gate_proj.bias"]),
     ("llama", {"rms_norm_eps": 1e-6}, ["rms_norm_eps=1e-06", "1e-05"]),
-    ("llama", {"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
+    ("llama", {"hidden_act": "gelu"}, [LOGITS]),
     ("llama", {"head_dim": 32}, ["head_dim=32", "16"]),
     ("llama", {"tie_word_embeddings": True}, ["tie_word_embeddings=True"]),
     ("qwen3", {"use_sliding_window": True}, ["use_sliding_window=True"]),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["sliding_attention"]),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, []),
     ("llama_mla", {"first_k_dense_replace": 1}, ["first_k_dense_replace=1"]),
-    ("llama_mla", {"rope_interleave": False}, ["rope_interleave=False"]),
+    ("llama_mla", {"rope_interleave": False}, [LOGITS]),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
-def test_an_unsupported_field_is_refused_by_name(variant, change, words, tmp_path, capsys):
+def test_what_model_py_does_not_compute_is_refused(variant, change, words, tmp_path, capsys):
     gpt = new_gpt(variant)
     save_file({name: tensor.contiguous() for name, tensor in to_hf(gpt.state_dict(), gpt.config).items()
                if variant != "gpt2" or name != "lm_head.weight"}, tmp_path / "model.safetensors")
@@ -389,18 +422,33 @@ def test_an_unsupported_field_is_refused_by_name(variant, change, words, tmp_pat
     assert all(word in line for word in words), line
 
 
+def test_a_folder_that_brings_code_does_not_run_it(tmp_path, capsys):
+    transformers_gpt2().save_pretrained(tmp_path)
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_checkpoint(tmp_path)  # as the GPT-2 that it says it is
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mine"}))
+    assert "custom code" in load_refused(tmp_path, capsys)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_damaged_or_incomplete_folder_is_refused(tmp_path, capsys, monkeypatch):
     theirs = transformers_gpt2()
     theirs.save_pretrained(tmp_path)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)  # as if it were not installed
-    assert "safetensors" in load_refused(tmp_path, capsys)
-    monkeypatch.undo()
+    capsys.readouterr()
     load_checkpoint(tmp_path)
+    assert capsys.readouterr() == ("", "")  # transformers would have a bar
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:len(whole) // 2])
     assert "Safetensor" in load_refused(tmp_path, capsys)
     (tmp_path / "model.safetensors").unlink()
-    assert "neither model.safetensors nor pytorch_model.bin" in load_refused(tmp_path, capsys)
+    assert "no file named" in load_refused(tmp_path, capsys)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(SystemExit):
+        load_checkpoint(tmp_path)
+    assert "pip install transformers" in capsys.readouterr().err
 
 
 def test_a_folder_with_another_tokenizer_is_refused(tmp_path, capsys):
@@ -410,7 +458,7 @@ def test_a_folder_with_another_tokenizer_is_refused(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"\u0120the": 262}}}))
     load_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{" + '"model_type')
-    assert "JSONDecodeError" in load_refused(tmp_path, capsys)
+    assert "not a valid JSON file" in load_refused(tmp_path, capsys)
     (tmp_path / "config.json").unlink()
     line = load_refused(tmp_path, capsys)
     assert "config.json" in line and "expected a ckpt.pt of ours or nanoGPT's" in line

@@ -10,7 +10,7 @@ import transformers
 
 import model as model_module
 from conftest import literals
-from export_hf import from_hf, to_hf
+from export_hf import to_hf
 from model import GPT, GPTConfig, IGNORE, linear_cross_entropy
 
 SMALL = dict(max_seq_len=48, vocab_size=384, n_layer=3, n_head=4, n_embd=64)
@@ -90,17 +90,9 @@ def test_logits_and_gradients_equal_transformers(variant):
     if variant == "gpt2_mla":  # the twin has one matrix, W_k W_a, for our two: compare what comes before attention
         assert (gpt.transformer.wpe.weight.grad - twin.transformer.wpe.weight.grad).abs().max() < 1e-4
         return
-    twin_gradients = from_hf({name: p.grad for name, p in twin.named_parameters()}, gpt.config)
-    for name, p in gpt.named_parameters():
-        assert (p.grad - twin_gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
-
-
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "gpt2_mla"])
-def test_weights_survive_the_way_to_hugging_face_and_back(variant):
-    gpt = new_gpt(variant)
-    state = gpt.state_dict()
-    back = from_hf(to_hf(state, gpt.config), gpt.config)
-    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+    gradients = to_hf({name: p.grad for name, p in gpt.named_parameters()}, gpt.config)
+    for name, p in twin.named_parameters():
+        assert (p.grad - gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "llama_mla"])
