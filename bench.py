@@ -216,8 +216,9 @@ def time_decoding(variant, compiled):
     torch.compiler.reset()
     model = GPT(GPTConfig(*variant, max_seq_len=context + new_tokens)).to(device)
     with runtime.autocast(device, dtype):
-        step = compile_step(model, 1) if compiled else None
-        tokens = generate(model, [[198] * context], new_tokens + 1, top_k=200, compiled=step)
+        if compiled:
+            model = compile_step(model, 1)
+        tokens = generate(model.eval(), [[198] * context], new_tokens + 1, top_k=200)
         next(tokens)  # reads the prompt
         return time_tokens(lambda: len(list(tokens)))
 

@@ -23,8 +23,9 @@ from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Literal, Optional
+from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -63,10 +64,9 @@ def final_number(text):
     The answer in a text: the first number after ####, GSM8K's mark, else the last number; None if there is none. Equal
     numbers are equal strings: 1,000 and $1000 and 1000.00 are "1000".
     """
-    numbers = NUMBER.findall(text.partition("####")[2])[:1] or NUMBER.findall(text)[-1:]
-    if not numbers:
-        return None
-    return f"{Decimal(re.sub('[$,]', '', numbers[0])).normalize() + 0:f}"  # + 0: not -0
+    numbers = NUMBER.findall(text.partition("####")[2]) or NUMBER.findall(text)[::-1]
+    if numbers:
+        return f"{Decimal(re.sub('[$,]', '', numbers[0])).normalize() + 0:f}"  # + 0: not -0
 
 
 def clean(text):
@@ -100,10 +100,10 @@ def tokenize_row(task, row, tokenizer, stage):
     text = "Question: " + question + "\nAnswer:"
     if task == "hellaswag":
         text, choices = clean(question), [clean(choice) for choice in choices]
-    characters = [len(choice) for choice in choices]
+    characters = [max(len(choice), 1) for choice in choices]
     if stage == "chat" and task in ("mmlu", "gsm8k"):
         if choices:
-            lines = [letter + ". " + choice for letter, choice in zip(ascii_uppercase, choices)]
+            lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
             choices, characters = ascii_uppercase[:len(choices)], []
         context = render_chat(tokenizer, [{"role": "user", "content": question}])[0]
@@ -138,17 +138,17 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():
                 path = path.with_name("validation.jsonl")
-            rows = [(f"{path}, line {i}", line) for i, line in enumerate(path.open("rb"), 1) if line.strip()]
+            rows = path.read_bytes().rstrip().splitlines()
         else:
             import datasets  # not at the top: training does without it
-            rows = [(f"{name}, row {i}", row)
-                    for i, row in enumerate(datasets.load_dataset(name, configuration, split=split))]
+            rows = datasets.load_dataset(name, configuration, split=split)
         if not rows:
             raise ValueError("it has no examples")
     examples = []
-    for where, row in subsample(rows, max_examples):
+    for i in subsample(range(len(rows)), max_examples):
+        where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
         with one_line_errors(where, f"expected a row in the schema of {name}"):
-            row = json.loads(row) if task_dir else row
+            row = json.loads(rows[i]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
     return examples
 
@@ -193,13 +193,11 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     n, the number of examples; truncated, those longer than max_seq_len, whose beginning the model did not see;
     examples: for each, what the model answered and what is correct.
 
-    model: not compiled, as shapes vary; its mode is restored; autocast is the caller's. All ranks call it: they share
-    the batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
+    model: in eval mode and not compiled, as shapes vary; autocast is the caller's. All ranks call it: they share the
+    batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
     """
-    n, was_training, max_seq_len = len(examples), model.training, model.config.max_seq_len
+    n, max_seq_len = len(examples), model.config.max_seq_len
     rank, world_size = runtime.eval_share(model)
-    model.eval()
-    generating = not examples[0]["choices"]
     rows = rows_to_score(examples, max_seq_len)
     # Longest first: there is little padding, and memory runs out early or never. The ranks share batches, not rows:
     # however many they are, the batches are the same, and so are the scores, to the bit.
@@ -208,16 +206,15 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     try:
         for start in progress(range(0, len(rows), batch_size)[rank::world_size]):
             batch = rows[start:start + batch_size]
-            if generating:
+            if examples[0]["choices"]:
+                results |= log_likelihoods(model, batch)
+            else:
                 contexts, numbers = zip(*batch)
                 steps = generate(model, contexts, max_new_tokens, temperature=0,
                                  **vocabulary(tokenizer, stage == "chat"))
                 results |= zip(numbers, zip(*progress(steps)))  # from a list per position to one per example
-            else:
-                results |= log_likelihoods(model, batch)
     except ValueError as error:  # raised below: the other ranks are waiting there
         results["error"] = error
-    model.train(was_training)
     if world_size > 1:
         parts = [None] * world_size
         dist.all_gather_object(parts, results)
@@ -226,39 +223,35 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     if "error" in results:
         raise results["error"]
 
-    truncated, answers = 0, []
+    chance, truncated, answers = 0, 0, []
     for i, example in enumerate(examples):
-        if generating:
+        choices = example["choices"]
+        if choices:
+            scores = [results[i, j] for j in range(len(choices))]
+            answer = {"scores": scores, "predicted": int(np.argmax(scores))}
+            if example["characters"]:
+                answer["predicted_norm"] = int(np.argmax(np.divide(scores, example["characters"])))
+            chance += 1 / len(choices)
+        else:
             ids = [token for token in results[i] if token is not None]
             text = tokenizer.decode([token for token in ids if token < tokenizer.eot_token])
             if stage == "base":
                 text = text.partition("Question:")[0]  # the next one, which it makes up
             answer = {"text": text, "predicted": final_number(text)}
-        else:
-            scores = [results[i, j] for j in range(len(example["choices"]))]
-            answer = {"scores": scores, "predicted": scores.index(max(scores))}
-            if example["characters"]:
-                scores = [log_p / max(length, 1) for log_p, length in zip(scores, example["characters"])]
-                answer["predicted_norm"] = scores.index(max(scores))
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
-        longest = max(map(len, example["choices"] or [ids]))
-        truncated += len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
+        truncated += len(example["context"]) + max(map(len, choices or [ids])) - 1 > max_seq_len  # the last: unread
 
-    chance = 0 if generating else sum(1 / len(example["choices"]) for example in examples) / n
-    result = {"n": n, "truncated": truncated, "chance": chance, "examples": answers}
+    result = {}
     for norm in ("", "_norm"):
         if f"predicted{norm}" in answers[0]:
             p = sum(answer[f"predicted{norm}"] == answer["gold"] for answer in answers) / n
             result |= {f"acc{norm}": p, f"acc{norm}_stderr": math.sqrt(p * (1 - p) / max(n - 1, 1))}
-    return result
+    return {**result, "chance": chance / n, "n": n, "truncated": truncated, "examples": answers}
 
 
 def format_result(task, result):
     """A result of `score` in one line."""
-    scores = [f"{name} {result[name]:.4f} +/- {result[f'{name}_stderr']:.4f}" for name in ("acc", "acc_norm")
-              if name in result]
-    return (f"{task:<13} {', '.join(scores)}, chance {result['chance']:.4f}, {result['n']} examples"
-            + (f" ({result['truncated']} longer than max_seq_len: beginning cut off)" if result["truncated"] else ""))
+    return f"{task:<13} " + ", ".join(f"{key} {round(value, 4)}" for key, value in result.items() if key != "examples")
 
 
 def task_hook(model, tokenizer, autocast, stage, config):
@@ -271,15 +264,17 @@ def task_hook(model, tokenizer, autocast, stage, config):
 
     def hook(iter_num, done):
         values = {}
+        model.eval()
         for task, examples in tasks.items():
             examples = subsample(examples, None if done else config["eval_problems"])
             try:
                 with autocast, torch.compiler.set_stance("force_eager"):
                     result = score(model, tokenizer, stage, examples, config["batch_size"])
-                values |= {f"{task}_{key}": result[key] for key in result if "acc" in key or key == "n"}
+                values |= {f"{task}_{key}": value for key, value in result.items() if key != "examples"}
                 print0(f"step {iter_num}: {format_result(task, result)}")
             except ValueError as error:  # no reason to end the run
                 print0(f"step {iter_num}: {task}: no score: {error}")
+        model.train()
         return values
 
     return hook
@@ -288,21 +283,20 @@ def task_hook(model, tokenizer, autocast, stage, config):
 if __name__ == "__main__":
     checkpoint: str = "out/ckpt.pt"  # a checkpoint, or its out_dir
     tasks: str = "hellaswag,arc_easy,arc_challenge,mmlu,gsm8k"  # empty: none
-    task_dir: Optional[str] = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
-    max_problems: Optional[Positive] = None  # examples of each task, evenly spaced; None: all
-    data_dir: Optional[str] = None  # shards for the validation loss and bits per byte
+    task_dir: str | None = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
+    max_problems: Positive | None = None  # examples of each task, evenly spaced; None: all
+    data_dir: str | None = None  # shards for the validation loss and bits per byte
     eval_iters: Positive = 64  # batches of the validation loss: the first rows of val, as in training
     batch_size: Positive = 16  # rows at a time, on each rank
     max_new_tokens: Positive = 256  # gsm8k: length of an answer
-    output: Optional[str] = None  # JSON file for the results, example by example
+    output: str | None = None  # JSON file for the results, example by example
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "float32"  # of the matmuls; auto: bfloat16 if supported
     configure(globals())
 
-    names = re.findall(r"\w+", tasks)
-    if not names and not data_dir:
+    if not tasks and not data_dir:
         fail(f"--tasks={tasks} and no --data_dir: there is nothing to score; give one of them")
-    if output and (Path(output).exists() or not Path(output).absolute().parent.is_dir()):
+    if output and (Path(output).exists() or not Path(output).parent.is_dir()):
         fail(f"--output={output}: expected a new file, in a folder that exists")
     rank, world_size, device = runtime.init_process(device)
     torch.set_float32_matmul_precision("highest")  # no TF32
@@ -311,7 +305,7 @@ if __name__ == "__main__":
     print0(describe_model(checkpoint, meta))
     print0(f"reading {tasks or 'no task'} ...")
     examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
-                for task in names}
+                for task in re.findall(r"\w+", tasks)}
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
     autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))

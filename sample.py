@@ -11,7 +11,7 @@ import copy
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Literal
 
 import torch
 
@@ -22,24 +22,24 @@ from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_ch
 
 
 @torch.no_grad()
-def generate(model, prompts, max_new_tokens, stop_ids=(), compiled=None, **sampling):
+def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
     """
     Continues a batch of prompts with a KV cache and a model in eval mode; yields, for each new position, a list of B
     ids, None for rows that have stopped. Raises ValueError if the logits are not finite.
 
     prompts: B lists of ids, of any lengths from 1 on. No row's logits depend on the others.
     stop_ids: a row ends after one of them, which is yielded. sampling: what sample_logits takes; torch's seed decides.
-    compiled: from compile_step, for B rows; it decodes, and the prompts are read uncompiled.
     A row that outgrows max_seq_len keeps its last max_seq_len + 1 - (ids still wanted) ids, but at least half of
     max_seq_len: all positions change, so the cache is filled anew.
     """
     device, max_len = model.lm_head.weight.device, model.config.max_seq_len
-    step, static_cache = compiled or (model, None)
-    rows, running, cache = prompts, [True] * len(prompts), None
+    rows, running, cache = list(map(list, prompts)), set(range(len(prompts))), None
     for left in range(max_new_tokens, 0, -1):
         if max(map(len, rows)) > max_len:
             keep = max(max_len - left + 1, max_len // 2)
-            rows = [row if len(row) <= max_len else row[-keep:] for row in rows]
+            for row in rows:
+                if len(row) > max_len:
+                    del row[:-keep]
             cache = None
         last = torch.tensor([len(row) - 1 for row in rows], device=device)
         if cache is None:  # prefill
@@ -47,26 +47,26 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), compiled=None, **sampl
             # the padding of short rows is cached, then overwritten before any query looks that far
             idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
             positions = torch.arange(width, device=device).expand_as(idx)
-            cache = static_cache or model.new_cache(len(rows), min(width + left, max_len), cache_dtype(model))
+            cache = model.new_cache(len(rows), min(width + left, max_len), cache_dtype(device))
             x = model.hidden_states(idx, positions, cache=cache)
             logits = model.lm_head(x[range(len(rows)), last])
         else:
             idx = torch.tensor([row[-1:] for row in rows], device=device)
-            logits = step(idx, positions=last[:, None], cache=cache)[:, -1]
+            logits = model(idx, positions=last[:, None], cache=cache)[:, -1]
         if not logits.isfinite().all():
             raise ValueError("the model's logits are not finite: its weights are broken or too large for --dtype")
         new = sample_logits(logits.float(), **sampling).tolist()
-        yield [token if on else None for token, on in zip(new, running)]
-        running = [on and token not in stop_ids for token, on in zip(new, running)]
-        if not any(running):
+        yield [token if i in running else None for i, token in enumerate(new)]
+        running = {i for i in running if new[i] not in stop_ids}
+        if not running:
             return
-        rows = [row + [token] if on else row for row, token, on in zip(rows, new, running)]
+        for i in running:
+            rows[i].append(new[i])
 
 
-def cache_dtype(model):
-    """autocast's dtype where it is on, else the weights'."""
-    dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+def cache_dtype(device):
+    """That of the matmuls: autocast's where it is on, else float32, the weights'."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
 
 
 def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_vocab=None):
@@ -84,8 +84,7 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         probs, order = logits.softmax(-1).sort(descending=True)
-        drop = probs.cumsum(-1) - probs >= top_p  # the likelier ids make up top_p without it
-        drop[:, 0] = False
+        drop = probs.cumsum(-1) - probs > top_p  # the likelier ids make up top_p without it
         logits = logits.masked_fill(drop.scatter(1, order, drop), -math.inf)
     probs = logits.softmax(-1)
     probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
@@ -95,12 +94,13 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
 @torch.no_grad()
 def compile_step(model, batch):
     """
-    Compiles the decoding of one id for each of `batch` rows -> (step, cache), for generate's `compiled`. One shape,
-    one graph: the cache has all max_seq_len positions and is reused. Call it under the autocast that generate will
-    run under: the matrices are converted to its dtype for good, and the model is for decoding only. (In eager mode
+    A model for generate with `batch` rows that decodes compiled and reads prompts uncompiled. One shape, one graph:
+    its new_cache returns one cache of max_seq_len positions again and again. Call it under the autocast that generate
+    will run under: the matrices of `model`, which it shares, are converted to its dtype for good. (In eager mode
     autocast casts them once and caches the result; in a compiled step it would cast all of them for each id.)
     """
-    dtype, device = cache_dtype(model), model.lm_head.weight.device
+    device = model.lm_head.weight.device
+    dtype = cache_dtype(device)
     model.eval()
     model.lm_head = copy.deepcopy(model.lm_head)  # a tied head's embedding stays as it is
     for module in model.modules():
@@ -109,20 +109,20 @@ def compile_step(model, batch):
     cache = model.new_cache(batch, model.config.max_seq_len, dtype)
     for tensor in sum(cache, []):
         torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
-    compiled = torch.compile(model, dynamic=False, fullgraph=True,
+    compiled = torch.compile(model.forward, dynamic=False, fullgraph=True,
                              mode="reduce-overhead" if device.type == "cuda" else None)
 
-    def step(idx, positions, cache):
+    def step(idx, **inputs):
         # For one row PyTorch's own bfloat16 matrix-vector product reads twice the bytes per second that oneDNN's does
         # (torch 2.13, avx512). For more rows it is many times slower; so it would be in decode_attention, which fuses
         # its products instead.
         with torch.backends.mkldnn.flags(enabled=batch > 1, allow_tf32=None):
-            return compiled(idx, positions=positions, cache=cache)
+            return compiled(idx, **inputs)
 
-    idx = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    for _ in range(3):  # CUDA graphs are recorded at the second
-        step(idx, idx.clone(), cache)  # the same tensor twice would be another graph
-    return step, cache
+    decoder = copy.copy(model)
+    decoder.forward, decoder.new_cache = step, lambda *_: cache
+    list(generate(decoder, [[0]] * batch, 4, temperature=0))  # compiles; CUDA graphs are recorded at the second step
+    return decoder
 
 
 def vocabulary(tokenizer, chat):
@@ -132,9 +132,12 @@ def vocabulary(tokenizer, chat):
 
 
 def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=False):
-    """A loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids."""
+    """
+    A loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids. All ranks call
+    it, since a sharded model needs them all.
+    """
     def hook(iter_num, done):
-        if runtime.eval_share(model)[0] > 0 or iter_num == 0 and not chat:
+        if iter_num == 0 and not chat:  # noise
             return {}
         torch.manual_seed(seed + iter_num)
         model.eval()
@@ -161,9 +164,9 @@ if __name__ == "__main__":
     max_new_tokens: Positive = 256  # length limit of each
     temperature: NonNegativeFloat = 0.8  # 0 = greedy
     top_k: NonNegative = 200  # sample from this many likeliest tokens; 0 = all
-    top_p: Annotated[float, 1e-300, 1] = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
+    top_p: Fraction = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
     min_p: Fraction = 0.0  # leave out tokens less likely than this fraction of the likeliest
-    seed: Optional[Seed] = 1337  # sample i uses seed + i; None: a new text each time
+    seed: Seed | None = 1337  # sample i uses seed + i; None: a new text each time
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
     compile: bool = False  # compile the decoding step: takes seconds, then about twice the tokens/s
@@ -180,12 +183,12 @@ if __name__ == "__main__":
     autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))
     model, loaded = load_model(checkpoint, device)
     print(describe_model(checkpoint, loaded))
-    tokenizer, max_len, compiled = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len, None
+    tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
     limits = vocabulary(tokenizer, chat)
     if compile:
         print("compiling the decoding step ...", flush=True)
-        with autocast, one_line_errors("--compile=True: torch.compile cannot work here"):
-            compiled = compile_step(model, 1)
+        with autocast, one_line_errors(f"--compile=True, {checkpoint}"):
+            model = compile_step(model, 1)
 
     def write(beginning, ids, i):
         """Prints `beginning` and, as it is generated, the text after ids, with seed + i. Returns that text."""
@@ -193,11 +196,12 @@ if __name__ == "__main__":
         if seed is not None:
             torch.manual_seed(seed + i)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
-        text, n = "", 0  # n: Ctrl-C may come before the first token
+        text = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for n, (token,) in enumerate(generate(model, [ids], max_new_tokens, compiled=compiled, top_k=top_k,
-                                                      temperature=temperature, top_p=top_p, min_p=min_p, **limits)):
+                for token, in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                                       min_p=min_p, **limits):
+                    ids = [*ids, token]
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                         print(sanitize(piece), end="", flush=True)
@@ -207,7 +211,7 @@ if __name__ == "__main__":
                 raise
             print(" (stopped)", end="")
         print()
-        if len(ids) + n > max_len:
+        if len(ids) > max_len + 1:  # the last one is not read
             print(f"(that is longer than the model's {max_len} positions: it has forgotten the beginning)")
         return text
 

@@ -116,27 +116,26 @@ def test_accuracies_are_exact_where_likelihoods_are_known(tmp_path):
     assert result["chance"] == pytest.approx((3 * 1 / 3 + 4 * 1 / 2) / 7)
     assert (result["n"], result["truncated"]) == (7, 0)
     assert format_result("arc_challenge", result) == \
-        "arc_challenge acc 0.4286 +/- 0.2020, acc_norm 0.7143 +/- 0.1844, chance 0.4286, 7 examples"
+        "arc_challenge acc 0.4286, acc_stderr 0.202, acc_norm 0.7143, acc_norm_stderr 0.1844, chance 0.4286, n 7, " \
+        "truncated 0"
     assert score(model, BYTES, "base", examples[:1])["acc_stderr"] == 0  # of one example, and no division by 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
 def test_likelihoods_equal_the_plain_formula(tmp_path, variant):
     """Full logits of each sequence alone; of its last part if it is longer than the model."""
-    model = random_model(**variant, dropout=0.5).train()
+    model = random_model(**variant).eval()
     rows = random_arc(12) + [arc("long " * 12, ["one", "one two three"], 0)]
     rows += [arc("x" * 42, ["one", last], 0) for last in ("two", "four")]  # 64 and 65 ids are read
     examples = arc_examples(tmp_path, rows)
     results = [score(model, BYTES, "base", examples, batch_size) for batch_size in (5, 1, 1000)]
-    assert model.training  # restored, and no dropout meanwhile
-    model.eval()
     for row, answer in zip(rows, results[0]["examples"]):
         for choice, log_p in zip(row["choices"]["text"], answer["scores"]):
             ids = torch.tensor([[256, *f"Question: {row['question']}\nAnswer: {choice}".encode()]])[:, -65:]
             n = len(f" {choice}".encode())
             expected = model(ids[:, :-1]).log_softmax(-1)[0, -n:].gather(1, ids[0, -n:, None]).sum().item()
             assert log_p == pytest.approx(expected, abs=2e-4)
-    assert results[0]["truncated"] == 2 and "(2 longer than max_seq_len" in format_result("arc_easy", results[0])
+    assert results[0]["truncated"] == 2 and "truncated 2" in format_result("arc_easy", results[0])
     for other in results[1:]:  # other batches, other padding
         for a, b in zip(other["examples"], results[0]["examples"]):
             assert a["predicted"] == b["predicted"] and a["scores"] == pytest.approx(b["scores"], abs=2e-4)
@@ -211,7 +210,8 @@ def test_chat_models_answer_mmlu_by_letter(tmp_path):
     assert result["acc"] == 2 / 5 and result["chance"] == 1 / 4 and "acc_norm" not in result
     a, b, c, d = result["examples"][0]["scores"]
     assert (b - a, b - c, b - d) == pytest.approx((2, 1, 3), abs=1e-4)
-    assert format_result("mmlu", result) == "mmlu          acc 0.4000 +/- 0.2449, chance 0.2500, 5 examples"
+    assert format_result("mmlu", result) == \
+        "mmlu          acc 0.4, acc_stderr 0.2449, chance 0.25, n 5, truncated 0"
 
 
 def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
@@ -242,13 +242,13 @@ def test_answers_are_generated_until_the_model_stops(tmp_path):
     write_task(tmp_path, "gsm8k", [gsm8k("short", 42), gsm8k("a longer question", 9), gsm8k("mid one", "42.0")])
     eot = BYTES.eot_token
     for stage, start, stop in (("chat", ASSISTANT, END), ("chat", ASSISTANT, eot), ("base", ord(":"), eot)):
-        model = bigram_model(chain([start, ord("4"), ord("2"), stop, ord("9")])).train()
+        model = bigram_model(chain([start, ord("4"), ord("2"), stop, ord("9")]))
         examples = load_examples("gsm8k", BYTES, stage, tmp_path)
         for batch_size in (1, 2, 16):
             result = score(model, BYTES, stage, examples, batch_size, max_new_tokens=8)
             assert [answer["text"] for answer in result["examples"]] == ["42"] * 3
             assert (result["acc"], result["chance"], result["truncated"]) == (2 / 3, 0, 0)
-            assert "acc_norm" not in result and model.training  # restored
+            assert "acc_norm" not in result
     assert score(model, BYTES, stage, examples, max_new_tokens=1)["examples"][0]["text"] == "4"
     # a base model has not learned the chat tokens: if one is the likeliest, the next likeliest token is taken
     table = chain([ord(":"), END], [ord("7"), eot])
@@ -341,7 +341,7 @@ def test_logits_that_are_not_finite_are_an_error(tasks):
 def test_the_training_loops_hook(tasks, tmp_path, capsys):
     config = {"eval_tasks": "arc_easy, mmlu", "eval_problems": 4, "task_dir": tasks, "batch_size": 3}
     autocast = torch.autocast("cpu", torch.bfloat16)
-    model, dtypes = random_model(), set()
+    model, dtypes = random_model(dropout=0.5), set()
     model.lm_head.register_forward_hook(lambda module, args, logits: dtypes.add(logits.dtype))
 
     def backend(graph, inputs):
@@ -351,12 +351,13 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     hook = task_hook(model, BYTES, autocast, "base", config)
     some, everything = hook(5, False), hook(10, True)
     keys = {f"{task}_{key}" for task in ("arc_easy", "mmlu")
-            for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "n")}
+            for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "n", "truncated")}
     assert some.keys() == everything.keys() == keys and dtypes == {torch.bfloat16}
+    assert model.training  # restored, and no dropout meanwhile
     assert [some["arc_easy_n"], some["mmlu_n"], everything["arc_easy_n"], everything["mmlu_n"]] == [4, 4, 9, 5]
     with autocast, torch.compiler.set_stance("force_eager"):
         examples = load_examples("arc_easy", BYTES, "base", tasks, max_examples=4)
-        expected = score(model, BYTES, "base", examples, batch_size=3)
+        expected = score(model.eval(), BYTES, "base", examples, batch_size=3)
     assert some["arc_easy_acc"] == expected["acc"] and some["arc_easy_acc_norm"] == expected["acc_norm"]
     assert f"step 5: {format_result('arc_easy', expected)}\nstep 5: mmlu " in capsys.readouterr().out
     # logits that are not finite: no score, and the run goes on
@@ -450,12 +451,12 @@ def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected, stage):
             "hellaswag": {"ctx": "q", "endings": ["a", "b"], "label": "1"}}[task]
     write_task(tmp_path, task, [good])
     assert len(load_examples(task, BYTES, stage, tmp_path)) == 1
-    with open(tmp_path / task / "test.jsonl", "ab") as f:  # after an empty line, which is skipped
-        f.write(b"\n" + (line.encode() if isinstance(line, str) else line) + b"\n")
+    with open(tmp_path / task / "test.jsonl", "ab") as f:  # empty lines at the end are none
+        f.write((line.encode() if isinstance(line, str) else line) + b"\n\n")
     with pytest.raises(SystemExit) as stopped:
         load_examples(task, BYTES, stage, tmp_path)
     message = capsys.readouterr().err
-    assert stopped.value.code == 2 and message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 3: ")
+    assert stopped.value.code == 2 and message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
     assert expected in message and f"the schema of {TASKS[task][0]}" in message and message.count("\n") == 1
 
 

@@ -366,7 +366,7 @@ def test_a_checkpoint_samples(trained, tmp_path):
     (["--checkpoint=nowhere"], ["nowhere"]),
     (["--prompt=FILE:nowhere.txt"], ["nowhere.txt"]),
     (["--temperature=-1"], ["temperature"]),
-    (["--top_p=0"], ["top_p"]),
+    (["--top_p=2"], ["top_p"]),
     (["--num_samples=0"], ["num_samples"]),
     ([f"--seed={2 ** 64}"], ["seed"]),
 ])
