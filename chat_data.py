@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from tqdm import tqdm
 from configurator import fail, one_line_errors
 from dataloader import to_device
 from model import IGNORE
-from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat, sanitize
+from tokenizer import chat_tokens, decode_chat, render_chat, sanitize
 
-ROWS_VERSION = 1  # raise it with any change to the rows: those on disk are then made again
+ROWS_VERSION = 2  # raise it with any change to the rows: those on disk are then made again
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -31,10 +32,10 @@ ROWS_VERSION = 1  # raise it with any change to the rows: those on disk are then
 
 def parse_mixture(text):
     """'a.jsonl,b.jsonl:3' -> {"a.jsonl": 1.0, "b.jsonl": 3.0}: passes over each source in an epoch."""
-    sources = {}
+    sources = Counter()
     for part in text.split(","):
         source, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
-        sources[source] = sources.get(source, 0) + float(weight)
+        sources[source] += float(weight)
     return sources
 
 
@@ -107,108 +108,58 @@ def load_conversations(source, tokenizer, max_seq_len, notes):
             notes.setdefault(note, [0, where])[0] += 1
 
 
-def mix_conversations(splits, tokenizer, max_seq_len, seed, notes):
+def mix_conversations(sources, val_sources, tokenizer, max_seq_len, seed, notes):
     """
-    splits: {"train": {source: weight}, "val": {...}}. Returns {"train": pairs, "val": pairs}, each as often as its
-    weight says. If val has no source, one in 50 conversations is held out for it, by digest: no copy is trained on.
+    sources, val_sources: {source: weight}. Returns two lists of pairs, to train on and for validation, each pair as
+    often as its weight says. Without val_sources one in 50 is held out, by digest, so that no copy is trained on.
     """
-    pairs = {"train": [], "val": []}
-    for split, sources in splits.items():
-        loaded = [list(load_conversations(source, tokenizer, max_seq_len, notes)) for source in sources]
+    train, val = [], []
+    for mixed, weights in (train, sources), (val, val_sources):
+        loaded = [list(load_conversations(source, tokenizer, max_seq_len, notes)) for source in weights]
         digests = sorted(digest for part in loaded for digest, _ in part)
-        held_out = set() if splits["val"] else set(digests[:-(-len(digests) // 50)])
-        for i, (source, weight) in enumerate(sources.items()):
+        held_out = set(digests[:0 if val_sources else -(-len(digests) // 50)])
+        for i, (source, weight) in enumerate(weights.items()):
             kept = []
             for digest, pair in loaded[i]:
-                (pairs["val"] if digest in held_out else kept).append(pair)
+                (val if digest in held_out else kept).append(pair)
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
             if n == 0:
-                fail(f"--{'data' if split == 'train' else 'val_data'}={source}:{weight:g}: none of its "
-                     f"{len(loaded[i])} usable conversations is left for {split}; raise its weight, give more "
-                     f"conversations, a larger --max_seq_len, or others with --val_data; skipped or truncated: "
-                     f"{notes or 'none'}")
+                fail(f"--{'data' if mixed is train else 'val_data'}={source}:{weight:g}: none of its "
+                     f"{len(loaded[i])} usable conversations is left; raise its weight, give more conversations, a "
+                     f"larger --max_seq_len, or others with --val_data; skipped or truncated: {notes or 'none'}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
-            pairs[split] += [kept[j] for j in np.resize(order, n)]  # repeats it
-    return pairs
+            mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
+    return train, val
 
 
 # ---------------------------------------------------------------------------------------------------
 # rows
 
-def best_fit(lengths, capacity):
+def best_fit(pairs, max_seq_len):
     """
-    Best-fit decreasing bin packing (Johnson 1974): each item, the longest first, goes into the row where it leaves the
-    least space. lengths: ints from 1 to capacity -> a list of rows, each a list of indices into lengths.
+    Best-fit decreasing bin packing (Johnson 1974): each pair (2, n), the longest first, goes into the row where it
+    leaves the least space. Returns a list of rows, each a list of pairs.
     """
-    rows = [[] for _ in lengths]
-    rows_by_space = [[] for _ in range(capacity)] + [rows[::-1]]  # [s]: those with s positions left
-    by_length = sorted(enumerate(lengths), key=lambda item: -item[1])
-    for i, length in tqdm(by_length, "packing", delay=2):
-        space = next(s for s in range(length, capacity + 1) if rows_by_space[s])
+    rows = [[] for _ in pairs]
+    rows_by_space = [[] for _ in range(max_seq_len)] + [rows[::-1]]  # [s]: those with s positions left
+    for pair in tqdm(sorted(pairs, key=lambda pair: -pair.shape[1]), "packing", delay=2):
+        n = pair.shape[1]
+        space = next(s for s in range(n, max_seq_len + 1) if rows_by_space[s])
         row = rows_by_space[space].pop()
-        row.append(i)
-        rows_by_space[space - length].append(row)
-    return [row for row in rows if row]
+        row.append(pair)
+        rows_by_space[space - n].append(row)
+    return list(filter(None, rows))
 
 
 def fill_rows(pairs, max_seq_len, pack, eot):
-    """Packs pairs (2, n) into rows (rows, 2, max_seq_len) uint16. Returns them, their digest, and counts."""
-    lengths = [pair.shape[1] for pair in pairs]
-    groups = best_fit(lengths, max_seq_len) if pack else [[i] for i in range(len(pairs))]
+    """Pairs (2, n) -> rows (rows, 2, max_seq_len) uint16, of as many whole pairs as fit, or of one."""
+    groups = best_fit(pairs, max_seq_len) if pack else [[pair] for pair in pairs]
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
     rows = np.full((len(groups), 2, max_seq_len), eot, "<u2")
     for row, group in zip(rows, groups):
-        packed = np.hstack([pairs[i] for i in group])
+        packed = np.hstack(group)
         row[:, :packed.shape[1]] = packed
-    return {"rows": torch.from_numpy(rows), "fingerprint": hashlib.sha256(rows).hexdigest(),
-            "conversations": len(pairs), "tokens": sum(lengths), "trained": int((rows[:, 1] != eot).sum())}
-
-
-def build_rows(chat_dir, data, val_data, tokenizer_name, max_seq_len, pack, seed, build):
-    """
-    The rows of a mixture of conversations, made once and kept in a file of chat_dir that is named after what they are
-    made from. One process of a machine makes them (`build`), the others wait for it.
-
-    data, val_data: see parse_mixture; val_data None: held out of data. pack: as many whole conversations to a row as
-    fit, or one. Returns train_rows and val_rows, (rows, 2, max_seq_len) uint16, memory-mapped; and info: for "train"
-    and "val" see fill_rows, for "notes" load_conversations.
-    """
-    splits = {"train": parse_mixture(data), "val": parse_mixture(val_data) if val_data else {}}
-    with one_line_errors(f"--data={data} --val_data={val_data}", "expected .jsonl files, or data sets of the hub"):
-        digests = [hashlib.sha256(Path(source).read_bytes()).hexdigest()
-                   for sources in splits.values() for source in sources
-                   if os.path.exists(source) or source.endswith(".jsonl")]
-    key = json.dumps([ROWS_VERSION, tokenizer_name, max_seq_len, pack, seed, splits, digests])
-    path = Path(chat_dir, f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt")
-    if build and not path.exists():
-        print(f"packing {data} into rows of {max_seq_len} ...", flush=True)
-        tokenizer, notes = get_tokenizer(tokenizer_name), {}
-        pairs = mix_conversations(splits, tokenizer, max_seq_len, seed, notes)
-        info = {split: fill_rows(pairs[split], max_seq_len, pack, tokenizer.eot_token) for split in splits}
-        with one_line_errors(f"--chat_dir={chat_dir}"):
-            os.makedirs(chat_dir, exist_ok=True)
-            temporary = f"{path}.{uuid.uuid4()}"  # other machines may share the disk
-            torch.save({**info, "notes": notes}, temporary)
-            os.replace(temporary, path)
-    while not path.exists():
-        time.sleep(0.1)
-    with one_line_errors(str(path), "damaged: remove it, and it is made again"):
-        if build and zipfile.ZipFile(path).testzip():
-            raise ValueError("its checksum is wrong")
-        info = torch.load(path, mmap=True)
-        return info["train"]["rows"].numpy(), info["val"]["rows"].numpy(), info
-
-
-def describe_rows(info, data, max_seq_len):
-    """Text about the rows: how many and how full, and what was truncated or skipped."""
-    train = info["train"]
-    positions = train["rows"][:, 0].numel()
-    text = (f"data: {data}, {train['conversations']:,} conversations in {len(train['rows']):,} rows of {max_seq_len}; "
-            f"{train['tokens'] / positions:.1%} of the positions are not padding, {train['trained'] / positions:.1%} "
-            f"are trained on; {info['val']['conversations']:,} conversations for validation")
-    for note, (count, where) in info["notes"].items():
-        text += f"\n  {count:,} {note} (the first: {where})"
-    return text
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -226,7 +177,10 @@ def packed_mask_and_positions(idx, first_id):
 
 
 class ChatDataset:
-    """The rows of one split, (n, 2, max_seq_len) uint16, as batches. pack: whether a row may hold several texts."""
+    """
+    The rows of one split, (n, 2, max_seq_len) uint16, as batches. pack: whether a row may hold several texts.
+    fingerprint: identifies the mixture.
+    """
 
     def __init__(self, rows, tokenizer, pack, fingerprint):
         self.rows, self.tokenizer, self.pack, self.fingerprint = rows, tokenizer, pack, fingerprint
@@ -259,7 +213,53 @@ class ChatDataset:
         length = self.count_targets([i])[1]
         idx, targets = self.rows[i, :, :length].tolist()
         text, eot = "", self.tokenizer.eot_token
-        for token, target, following in zip(idx, targets, [*idx[1:], None]):  # the last target is trained on
+        for token, target, following in zip(idx, targets, idx[1:] + [eot]):
             shown = decode_chat(self.tokenizer, [following if target == eot else target]).replace("\n", "\\n")
-            text += ("\n\n<|endoftext|>|" if token == eot else "|") + (shown if target == eot else f"[{shown}]")
+            if token == eot:
+                text += "\n\n<|endoftext|>"
+            text += f"|{shown}" if target == eot else f"|[{shown}]"
         return sanitize(f"{text.lstrip()}\n\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")
+
+
+# ---------------------------------------------------------------------------------------------------
+# a mixture -> two data sets
+
+def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed, build):
+    """
+    A mixture of conversations as two ChatDatasets, to train on and for validation, and text about them: how many rows
+    and how full, and what was truncated or skipped. The rows are made once and kept in a file of chat_dir that is
+    named after what they are made from: the arguments, and when the files among the sources were last changed. One
+    process of a machine makes them (`build`), the others wait for it.
+
+    data, val_data: see parse_mixture; val_data None: held out of data. pack: as many whole conversations to a row as
+    fit, or one.
+    """
+    sources, val_sources = parse_mixture(data), parse_mixture(val_data) if val_data else {}
+    times = [os.path.getmtime(source) for source in [*sources, *val_sources] if os.path.exists(source)]
+    key = json.dumps([ROWS_VERSION, tokenizer.name, max_seq_len, pack, seed, sources, val_sources, times])
+    path = Path(chat_dir, f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt")
+    if build and not path.exists():
+        print(f"packing {data} into rows of {max_seq_len} ...", flush=True)
+        notes, eot = {}, tokenizer.eot_token
+        train, val = mix_conversations(sources, val_sources, tokenizer, max_seq_len, seed, notes)
+        rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
+        tokens = sum(pair.shape[1] for pair in train)
+        text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
+                f"{tokens / rows[:, 0].size:.1%} of the positions are not padding, {(rows[:, 1] != eot).mean():.1%} "
+                f"are trained on; {len(val):,} conversations for validation")
+        for note, (count, where) in notes.items():
+            text += f"\n  {count:,} {note} (the first: {where})"
+        with one_line_errors(f"--chat_dir={chat_dir}"):
+            os.makedirs(chat_dir, exist_ok=True)
+            temporary = f"{path}.{uuid.uuid4()}"  # other machines may share the disk
+            torch.save([text, hashlib.sha256(rows).hexdigest(), torch.from_numpy(rows), torch.from_numpy(val_rows)],
+                       temporary)
+            os.replace(temporary, path)
+    while not path.exists():
+        time.sleep(0.1)
+    with one_line_errors(str(path), "damaged: remove it, and it is made again"):
+        if build and zipfile.ZipFile(path).testzip():
+            raise ValueError("its checksum is wrong")
+        text, fingerprint, *splits = torch.load(path, mmap=True)
+    train, val = (ChatDataset(rows.numpy(), tokenizer, pack, fingerprint) for rows in splits)
+    return train, val, text

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import torch
 
 import runtime
-from chat_data import ChatDataset, build_rows, describe_rows
+from chat_data import build_datasets
 from checkpoint import Checkpointer, describe_model, start_run
 from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
                           load_extra, one_line_errors)
@@ -105,12 +105,10 @@ micro_steps = runtime.local_grad_accum_steps(gradient_accumulation_steps, world_
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
-train_rows, val_rows, info = build_rows(chat_dir, data, val_data, tokenizer.name, max_seq_len, pack, seed,
-                                        build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
-train_data = ChatDataset(train_rows, tokenizer, pack, info["train"]["fingerprint"])
-val_data = ChatDataset(val_rows, tokenizer, pack, info["val"]["fingerprint"])
+train_data, val_data, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed,
+                                                   build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
 loader = BatchLoader(train_data, batch_size, seed, rank, world_size, device)
-runtime.print0(describe_rows(info, data, max_seq_len))
+runtime.print0(description)
 if print_batch:
     for i in loader.indices(0, min(batch_size, len(train_data))):
         runtime.print0(f"----- row {i}, [trained on]\n{train_data.format_row(i)}")
@@ -163,7 +161,7 @@ if guard:
     metrics.append(guard.metrics)
 if sample_tokens:
     from sample import sample_hook
-    question = val_rows[0, 0].tolist()
+    question = val_data.rows[0, 0].tolist()
     question = question[:question.index(chat_tokens(tokenizer)["assistant"]) + 1]
     eval_hooks.append(sample_hook(orig_model, tokenizer, autocast, question, sample_tokens, seed, chat=True))
 if eval_tasks:

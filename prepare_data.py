@@ -16,18 +16,19 @@ import json
 import os
 import sys
 import sysconfig
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
 from configurator import Positive, configure, fail, one_line_errors
-from shards import read_meta, read_shard, shard_header
+from shards import read_shard, shard_header
 from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes
 
 # ---------------------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ def python_files():
     """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    names = glob.glob("**/*.py", root_dir=root, recursive=True)
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if not skip & set(name.split("/")):
             yield {"name": name, "text": (root / name).read_text(encoding="utf-8", errors="replace")}
@@ -95,7 +96,7 @@ def tokenize(tokenizer, documents):
     Tokens of documents, (n,) uint16, <|endoftext|> before each, and the number of documents skipped: empty, no text,
     or refused by tiktoken, like about a million consecutive spaces.
     """
-    eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
+    eot, pieces = np.uint32([tokenizer.eot_token]), []
     for text in documents:
         with suppress(TypeError, ValueError):
             if text:
@@ -105,15 +106,13 @@ def tokenize(tokenizer, documents):
 
 def tokenize_batches(batches, tokenizer, num_threads):
     """(state, documents) -> (state, tokens, skipped), in order. At most 4 * num_threads batches are in flight."""
-    pending = deque()
     with ThreadPoolExecutor(num_threads) as pool:
-        for state, documents in batches:
-            pending.append((state, pool.submit(tokenize, tokenizer, documents)))
-            if len(pending) == 4 * num_threads:
-                state, job = pending.popleft()
-                yield state, *job.result()
-        for state, job in pending:
+        jobs = ((state, pool.submit(tokenize, tokenizer, documents)) for state, documents in batches)
+        pending = [*islice(jobs, 4 * num_threads)]
+        while pending:
+            state, job = pending.pop(0)
             yield state, *job.result()
+            pending += islice(jobs, 1)
 
 
 def write_atomically(path, *pieces):
@@ -126,56 +125,35 @@ def write_atomically(path, *pieces):
     os.replace(temporary, path)
 
 
-def write_json(path, value):
-    write_atomically(path, json.dumps(value, indent=1).encode())
-
-
-def write_shard(data_dir, split, counts, pieces):
-    """Write the next shard of a split, `pieces` of tokens, and count it."""
-    path = f"{data_dir}/{split}_{counts[f'{split} shards']:06d}.bin"
-    write_atomically(path, shard_header(sum(map(len, pieces))), *pieces)
-    counts[f"{split} shards"] += 1
-
-
 if __name__ == "__main__":
     dataset: str = "HuggingFaceFW/fineweb-edu"  # on the Hugging Face hub; or python: the standard library
-    dataset_config: Optional[str] = None  # its configuration; None: sample-10BT for FineWeb-Edu, else its default
+    dataset_config: str | None = None  # its configuration; None: sample-10BT for FineWeb-Edu, else its default
     dataset_split: str = "train"  # the split of the data set to read
-    files: Optional[str] = None  # local files instead: paths or globs, separated by commas
+    files: str | None = None  # local files instead: paths or globs, separated by commas
     text_column: str = "text"  # the column, or key, that holds a document
-    data_dir: Optional[str] = None  # where the shards go; None: data/NAME
-    tokenizer: Optional[Literal["gpt2", "bytes"]] = None  # None: gpt2, but bytes for --dataset=python
-    max_tokens: Optional[Positive] = None  # stop after this many, validation included; None: all
-    val_tokens: Optional[Positive] = None  # the first tokens; None: 2**20, at most about a tenth of local files
+    data_dir: str | None = None  # where the shards go; None: data/NAME
+    tokenizer: Literal["gpt2", "bytes"] | None = None  # None: gpt2, but bytes for --dataset=python
+    max_tokens: Positive | None = None  # stop after this many, validation included; None: all
+    val_tokens: Positive | None = None  # the first tokens; None: 2**20, at most about a tenth of local files
     shard_size: Annotated[int, 1, 2 ** 31 - 1] = 100_000_000  # tokens per shard, 2 bytes each
-    num_threads: Optional[Positive] = None  # that tokenize; None: one per CPU
+    num_threads: Positive | None = None  # that tokenize; None: one per CPU
     config, overrides = configure(globals())
 
     # the source
-    from_files, from_python = files is not None, files is None and dataset == "python"
-    source_name = f"--files={files}" if from_files else f"--dataset={dataset}"
+    from_python = dataset == "python"
+    source_name = f"--dataset={dataset}" if files is None else f"--files={files}"
     tokenizer = tokenizer or ("bytes" if from_python else "gpt2")
     encoding = get_tokenizer(tokenizer)
-    unread = {"dataset", "dataset_config", "dataset_split"} if from_files else set()
-    if from_python:
-        unread = {"dataset_config", "dataset_split"}
-    for name in overrides.keys() & unread:
-        fail(f"--{name}={overrides[name]} and {source_name}: give one of them")
-    if from_files:
-        paths = set()
-        for pattern in files.split(","):
-            found = glob.glob(pattern.strip(), recursive=True)
-            if not found:
-                fail(f"{source_name}: no such file: {pattern}")
-            paths.update(found)
-        paths = sorted(paths)
-        kind, *others = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
-        if others or kind not in READERS:
-            fail(f"{source_name}: expected files of one kind, {', '.join(READERS)}, the last three also with .gz or "
-                 f".zst after it; got {', '.join([kind, *others])}")
-        reader = {"data_files": [*map(glob.escape, paths)], **READERS[kind]}
-        with one_line_errors(source_name):
+    if files is not None:
+        for name in overrides.keys() & {"dataset", "dataset_config", "dataset_split"}:
+            fail(f"--{name}={overrides[name]} and {source_name}: give one of them")
+        with one_line_errors(source_name, f"expected files of one kind, {', '.join(READERS)}, the last three also "
+                             "with .gz or .zst after it"):
+            paths = sorted({path for pattern in files.split(",")
+                            for path in glob.glob(pattern.strip(), recursive=True) or [pattern]})
             source = {"files": [[path, os.path.getsize(path)] for path in paths]}
+            [kind] = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
+            reader = {"data_files": [*map(glob.escape, paths)], **READERS[kind]}
         tenth = sum(map(os.path.getsize, paths)) // (40 if tokenizer == "gpt2" else 10)  # gpt2: some 4 bytes a token
         val_tokens = val_tokens or min(2 ** 20, tenth or 1)
     elif from_python:
@@ -184,102 +162,92 @@ if __name__ == "__main__":
         dataset_config = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
         reader = {"path": dataset, "name": dataset_config}
         source = {"dataset": dataset, "config": dataset_config, "split": dataset_split}
-    data_dir = data_dir or f"data/{'files' if from_files else dataset.split('/')[-1]}"
     val_tokens, target_tokens = val_tokens or 2 ** 20, max_tokens or sys.maxsize
     if target_tokens <= val_tokens:
         fail(f"--max_tokens={max_tokens}: the first --val_tokens={val_tokens} are for validation, so none would be "
              f"left to train on; raise the one or lower the other")
 
-    # what earlier runs have done; all runs in a folder share a recipe
+    # What earlier runs have done. progress.json has the recipe, which all runs in a folder share, and where its last
+    # shard begins: the state of the source before a batch of documents, how many tokens of that batch are left, and
+    # the counts up to there. meta.json has the counts of a finished run.
     recipe = {"text_column": text_column, "tokenizer": tokenizer, "val_tokens": val_tokens, "shard_size": shard_size,
               "source": source}
-    progress = {"recipe": recipe, "state": None, "offset": 0, "counts": {"documents": 0, "tokens": 0, "bytes": 0}}
-    folder = Path(data_dir)
-    progress_path, meta_path = folder / "progress.json", folder / "meta.json"
-    with one_line_errors(f"--data_dir={data_dir}", "if another run is writing to it, wait for its end; else give "
+    state, left, counts = None, 0, {}
+    folder = Path(data_dir or f"data/{dataset.split('/')[-1] if files is None else 'files'}")
+    progress_path, meta_path, chat_path = folder / "progress.json", folder / "meta.json", folder / "chat.jsonl"
+    with one_line_errors(f"--data_dir={folder}", "if another run is writing to it, wait for its end; else give "
                          "another --data_dir, or remove the folder if you do not need its shards"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(timeout=0)
         existing_tokens = sum(len(read_shard(path)) for path in folder.glob("*.bin"))
-        if not existing_tokens and (meta_path.exists() or (folder / "chat.jsonl").exists()):
-            raise ValueError("holds meta.json or chat.jsonl, but no shards")
-        if existing_tokens:
-            progress = json.loads(progress_path.read_text())
-            if progress["recipe"] != recipe:
-                differing = [key for key in recipe if recipe[key] != progress["recipe"].get(key)]
-                raise ValueError(f"holds shards prepared with another {' and '.join(differing)}")
-            finished = meta_path.exists()
-            done = read_meta(data_dir) if finished else progress["counts"]
+        if existing_tokens or meta_path.exists():
+            earlier, state, left, counts = json.loads(progress_path.read_text())
+            for key in recipe:
+                if recipe[key] != earlier[key]:
+                    raise ValueError(f"holds shards prepared with another {key}")
+            done = Counter(json.loads(meta_path.read_text()) if meta_path.exists() else counts)
             if not done["tokens"] <= existing_tokens <= target_tokens:
                 raise ValueError(f"holds {existing_tokens} tokens; expected at least the {done['tokens']} of earlier "
                                  f"runs, and at most --max_tokens={max_tokens}")
-            if finished and (done["exhausted"] or existing_tokens == target_tokens):
-                print(f"{data_dir} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
-                raise SystemExit(0)
+            if done["exhausted"] or done["tokens"] == target_tokens:
+                print(f"{folder} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+                raise SystemExit
 
-    # documents -> tokens
+    # documents -> tokens -> shards
+    counts, sizes, shard = Counter(counts), token_bytes(encoding), bytearray()
     print(f"opening {files or dataset} ...", flush=True)
-    counts, offset = Counter(progress["counts"]), progress["offset"]
+    if counts:
+        print(f"resuming after {counts['tokens']:,} tokens in complete shards")
     os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, seconds for nothing
     import datasets
-    with one_line_errors(f"{source_name} --text_column={text_column}"):
+    with one_line_errors(f"{source_name} --text_column={text_column} to {folder}", "complete shards stay, the same "
+                         "command resumes after them", (Exception, KeyboardInterrupt)):
         if from_python:
             data = datasets.IterableDataset.from_generator(python_files)
         else:
             data = datasets.load_dataset(**reader, split=dataset_split, streaming=True)
         data = data.select_columns(text_column)
-    if offset:
-        print(f"resuming after {counts['tokens']:,} tokens in complete shards")
-
-    # tokens -> shards. After each full one, progress.json says where the next begins: the state of the source before a
-    # batch of documents, and an offset into the tokens of that batch.
-    sizes, pieces = token_bytes(encoding), []
-    batches = document_batches(data, text_column, progress["state"])
-    bar = tqdm(total=max_tokens, initial=counts["tokens"], unit="tok", unit_scale=True)
-    with one_line_errors(f"{source_name} to {data_dir}", "complete shards stay, the same command resumes after them",
-                         (Exception, KeyboardInterrupt)), bar, closing(batches):
-        write_json(progress_path, progress)
-        meta_path.unlink(missing_ok=True)  # more tokens were asked for
-        for state, tokens, skipped in tokenize_batches(batches, encoding, num_threads or count_cpus()):
-            if skipped and offset == 0:  # otherwise an earlier run began this batch, and counted these
+        with (closing(document_batches(data, text_column, state)) as batches,
+              tqdm(total=max_tokens, initial=counts["tokens"], unit="tok", unit_scale=True) as bar):
+            for state, tokens, skipped in tokenize_batches(batches, encoding, num_threads or count_cpus()):
+                tokens, left = tokens[-left:], 0
+                while len(tokens) and counts["tokens"] < target_tokens:
+                    if not shard:
+                        meta_path.unlink(missing_ok=True)
+                        write_atomically(progress_path, json.dumps([recipe, state, len(tokens), counts]).encode())
+                        split = "val" if counts["tokens"] < val_tokens else "train"
+                        end = min(counts["tokens"] + shard_size, val_tokens if split == "val" else target_tokens)
+                        path = folder / f"{split}_{counts[f'{split} shards']:06d}.bin"
+                        counts[f"{split} shards"] += 1
+                    piece, tokens = np.split(tokens, [end - counts["tokens"]])
+                    shard += piece.tobytes()
+                    counts.update(tokens=len(piece), documents=int(np.count_nonzero(piece == encoding.eot_token)),
+                                  bytes=int(sizes[piece].sum()))
+                    bar.update(len(piece))
+                    if counts["tokens"] == end:
+                        write_atomically(path, shard_header(len(shard) // 2), shard)
+                        shard.clear()
+                if counts["tokens"] == target_tokens:
+                    break
                 counts["documents skipped"] += skipped
-            tokens = tokens[:offset + target_tokens - counts["tokens"]]
-            while offset < len(tokens):
-                if not pieces:  # a new shard
-                    split = "val" if counts["tokens"] < val_tokens else "train"
-                    space = min(shard_size, val_tokens - counts["tokens"]) if split == "val" else shard_size
-                piece = tokens[offset:offset + space]
-                n = len(piece)
-                pieces.append(piece)
-                space -= n
-                offset += n
-                counts.update(documents=int((piece == encoding.eot_token).sum()), tokens=n,
-                              bytes=int(sizes[piece].sum()))
-                bar.update(n)
-                if space == 0:
-                    write_shard(folder, split, counts, pieces)
-                    pieces = []
-                    progress |= {"state": state, "offset": offset, "counts": counts}
-                    write_json(progress_path, progress)
-            offset = 0
-            if counts["tokens"] == target_tokens:
-                break
-        if pieces:  # a shorter last shard, not in progress.json: with a higher max_tokens it is written anew
-            write_shard(folder, split, counts, pieces)
-    summary = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+            if shard:
+                write_atomically(path, shard_header(len(shard) // 2), shard)
+    summary = (f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes, "
+               f"{counts['documents skipped']:,} documents skipped")
     if counts["tokens"] <= val_tokens:
         fail(f"--val_tokens={val_tokens}: {source_name} has only {summary}, so none are left to "
-             f"train on (skipped are those that are empty, no text, or refused by tiktoken); remove {data_dir}, and "
+             f"train on (skipped are those that are empty, no text, or refused by tiktoken); remove {folder}, and "
              f"give more text, or try --val_tokens={max(1, counts['tokens'] // 10)}")
 
     # what was done
-    if from_python and not (folder / "chat.jsonl").exists():
-        lines = [json.dumps(conversation).encode() + b"\n" for conversation in python_conversations()]
-        write_atomically(folder / "chat.jsonl", *lines)
-        print(f"{data_dir}/chat.jsonl: {len(lines):,} questions and answers, from its docstrings")
-    write_json(meta_path, {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(encoding), "source": source,
-                           "exhausted": counts["tokens"] < target_tokens, **counts})
-    print(f"{data_dir}: {summary}\n"
+    if from_python and not chat_path.exists():
+        lines = [f"{json.dumps(conversation)}\n".encode() for conversation in python_conversations()]
+        write_atomically(chat_path, *lines)
+        print(f"{chat_path}: {len(lines):,} questions and answers, from its docstrings")
+    meta = {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(encoding), "source": source,
+            "exhausted": counts["tokens"] < target_tokens, **counts}
+    write_atomically(meta_path, json.dumps(meta, indent=1).encode())
+    print(f"{folder}: {summary}\n"
           f"the first {val_tokens:,} tokens are for validation; train on the rest:\n"
-          f"python train_gpt2.py config/quickstart.py --data_dir={data_dir}  # in minutes, on a laptop\n"
-          f"python train_gpt2.py --data_dir={data_dir}  # GPT-2 124M, on a GPU")
+          f"python train_gpt2.py config/quickstart.py --data_dir={folder}  # in minutes, on a laptop\n"
+          f"python train_gpt2.py --data_dir={folder}  # GPT-2 124M, on a GPU")

@@ -1,4 +1,5 @@
 """Chat data: the format token by token, truncation, packing, and a packed row equals its conversations."""
+import hashlib
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
-from chat_data import (ChatDataset, best_fit, build_rows, describe_rows, packed_mask_and_positions, parse_mixture,
+from chat_data import (ChatDataset, best_fit, build_datasets, packed_mask_and_positions, parse_mixture,
                        tokenize_conversation)
 from model import IGNORE
 from prepare_data import python_conversations
@@ -31,7 +32,7 @@ def jsonl(path, conversations):
 
 
 def build(folder, data, val_data=None, max_seq_len=64, pack=True, seed=1, build=True):
-    return build_rows(folder, str(data), val_data and str(val_data), "bytes", max_seq_len, pack, seed, build)
+    return build_datasets(folder, str(data), val_data and str(val_data), BYTES, max_seq_len, pack, seed, build)
 
 
 def conversations_of(rows):
@@ -152,9 +153,9 @@ def test_conversations_from_pythons_documentation_can_be_trained_on():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=300))
 def test_best_fit_places_each_item_once_and_no_row_overflows(lengths):
-    rows = best_fit(lengths, 64)
-    used = [sum(lengths[i] for i in row) for row in rows]
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths))) and max(used) <= 64
+    rows = best_fit([np.full((2, n), i) for i, n in enumerate(lengths)], 64)
+    used = [sum(pair.shape[1] for pair in row) for row in rows]
+    assert sorted(pair[0, 0] for row in rows for pair in row) == list(range(len(lengths))) and max(used) <= 64
     # Johnson: at most 11/9 of the least number of rows, and one more
     assert len(rows) <= 11 / 9 * -(-sum(lengths) // 64) + sum(length > 21 for length in lengths) / 2 + 1
     assert len(rows) == 1 or sum(sorted(used)[:2]) > 64  # or the two emptiest would share a row
@@ -165,22 +166,24 @@ def test_packed_rows_hold_each_conversation_once_or_say_why_not(tmp_path):
     data = [turns(f"question {i} " + "q" * int(rng.integers(1, 20)), "a" * int(rng.integers(1, 20)))
             for i in range(200)]
     data += [turns("q" * 100, "a")] * 7 + [turns("q", "a", "q" * 100, "a")] * 5  # too long, and truncated
-    train, val, info = build(tmp_path / "rows", jsonl(tmp_path / "a.jsonl", data), max_seq_len=96)
-    (kept, padding), (held_out, _) = conversations_of(train), conversations_of(val)
+    train, val, text = build(tmp_path / "rows", jsonl(tmp_path / "a.jsonl", data), max_seq_len=96)
+    (kept, padding), (held_out, _) = conversations_of(train.rows), conversations_of(val.rows)
     expected = [tokenize_conversation(BYTES, messages, 96)[0].tolist() for messages in data[:200] + data[-5:]]
     assert sorted(kept + held_out) == sorted((tuple(idx), tuple(targets)) for idx, targets in expected)
     assert 5 <= len(held_out) < 12 and not set(kept) & set(held_out)
-    assert list(info["notes"].values()) == [[7, f"{tmp_path}/a.jsonl, line 201"],
-                                            [5, f"{tmp_path}/a.jsonl, line 208"]]
-    counts = info["train"]
-    assert counts["conversations"] == len(kept) and len(counts["rows"]) == len(train)
-    assert padding == len(train) * 96 - counts["tokens"] < 0.06 * 96 * len(train)
-    assert counts["trained"] == sum(token != E for _, targets in kept for token in targets)
+    assert padding < 0.06 * 96 * len(train)
 
-    dataset = ChatDataset(train, BYTES, True, counts["fingerprint"])
-    assert dataset.count_targets(range(len(dataset))) == (counts["trained"], counts["tokens"])
-    row_counts = np.array([dataset.count_targets(np.array([i])) for i in range(len(dataset))])
-    assert row_counts.sum(0).tolist() == [counts["trained"], counts["tokens"]]
+    trained, tokens = train.count_targets(range(len(train)))
+    assert trained == sum(token != E for _, targets in kept for token in targets)
+    assert tokens == len(train) * 96 - padding
+    row_counts = np.array([train.count_targets(np.array([i])) for i in range(len(train))])
+    assert row_counts.sum(0).tolist() == [trained, tokens]
+    assert text.splitlines() == [
+        f"data: {tmp_path}/a.jsonl, {len(kept)} conversations in {len(train)} rows of 96; "
+        f"{tokens / len(train) / 96:.1%} of the positions are not padding, {trained / len(train) / 96:.1%} are "
+        f"trained on; {len(held_out)} conversations for validation",
+        f"  7 skipped: longer than a row before its first answer ends (the first: {tmp_path}/a.jsonl, line 201)",
+        f"  5 {TRUNCATED} (the first: {tmp_path}/a.jsonl, line 208)"]
 
 
 def test_rows_are_those_of_the_first_edition(tmp_path):
@@ -193,8 +196,9 @@ def test_rows_are_those_of_the_first_edition(tmp_path):
         (f"{a}:2.5,{b}", None, False, "0bc85dc36f481429", "7c3d98ef9d6f7f15"),
         (a, f"{b}:0.5", True, "2b9d86762f75b552", "0f76f6bd7ac69daa"),
     ]:
-        _, _, info = build(tmp_path / "rows", data, val_data, pack=pack, seed=3)
-        assert (info["train"]["fingerprint"][:16], info["val"]["fingerprint"][:16]) == (train, val)
+        datasets = build(tmp_path / "rows", data, val_data, pack=pack, seed=3)[:2]
+        assert [hashlib.sha256(dataset.rows).hexdigest()[:16] for dataset in datasets] == [train, val]
+        assert datasets[0].fingerprint[:16] == train
 
 
 def test_a_weight_is_passes_an_epoch(tmp_path):
@@ -202,9 +206,9 @@ def test_a_weight_is_passes_an_epoch(tmp_path):
         jsonl(tmp_path / f"{name}.jsonl", [turns(f"{name}{i}", "yes") for i in range(20)])
     val_data = jsonl(tmp_path / "val.jsonl", [turns("v", "yes")])
     train, val, _ = build(tmp_path, f"{tmp_path}/a.jsonl:0.5,{tmp_path}/b.jsonl:3", val_data)
-    kept, _ = conversations_of(train)
+    kept, _ = conversations_of(train.rows)
     assert {name: sum(idx[2] == ord(name) for idx, _ in kept) for name in "ab"} == {"a": 10, "b": 60}
-    assert len({idx for idx, _ in kept}) == 30 and len(conversations_of(val)[0]) == 1
+    assert len({idx for idx, _ in kept}) == 30 and len(conversations_of(val.rows)[0]) == 1
     assert parse_mixture("c:/x.jsonl:2, me/chats,me/chats/part:.5, 10:30.jsonl,me/chats:2") == {
         "c:/x.jsonl": 2.0, "me/chats": 3.0, "me/chats/part": 0.5, "10:30.jsonl": 1.0}
 
@@ -213,7 +217,7 @@ def test_without_packing_a_row_is_one_conversation(tmp_path):
     data = jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a") for i in range(60)])
     train, val, _ = build(tmp_path, data, max_seq_len=32, pack=False)
     assert len(train) + len(val) == 60
-    assert all(len(conversations_of(train[i:i + 1])[0]) == 1 for i in range(len(train)))
+    assert all(len(conversations_of(train.rows[i:i + 1])[0]) == 1 for i in range(len(train)))
 
 
 def test_rows_are_made_once_and_found_by_the_other_processes(tmp_path, capsys):
@@ -221,14 +225,14 @@ def test_rows_are_made_once_and_found_by_the_other_processes(tmp_path, capsys):
     first = build(tmp_path / "rows", data)
     assert "packing" in capsys.readouterr().out
     for again in (build(tmp_path / "rows", data), build(tmp_path / "rows", data, build=False)):
-        assert again[2]["notes"] == first[2]["notes"]
-        assert all((a == b).all() for a, b in zip(first[:2], again[:2]))
+        assert again[2] == first[2] and again[0].fingerprint == first[0].fingerprint
+        assert all((a.rows == b.rows).all() for a, b in zip(first[:2], again[:2]))
     assert "packing" not in capsys.readouterr().out
     build(tmp_path / "rows", data, seed=2)
     assert len(list((tmp_path / "rows").iterdir())) == 2  # and no temporary file
     jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a") for i in range(61)])  # made again when it changes
     train, val, _ = build(tmp_path / "rows", data)
-    assert len(conversations_of(train)[0] + conversations_of(val)[0]) == 61
+    assert len(conversations_of(train.rows)[0] + conversations_of(val.rows)[0]) == 61
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -247,8 +251,8 @@ def test_mask_and_positions_token_by_token():
 @pytest.mark.parametrize("B", [1, 3])
 def test_batches(tmp_path, pack, B):
     data = jsonl(tmp_path / "a.jsonl", [turns(f"q{i}", "a" * (i % 7 + 1)) for i in range(60)])
-    rows, _, info = build(tmp_path / "rows", data, pack=pack)
-    dataset = ChatDataset(rows, BYTES, pack, info["train"]["fingerprint"])
+    dataset, _, _ = build(tmp_path / "rows", data, pack=pack)
+    rows = dataset.rows
     indices = np.array([4, 0, 2])[:B]
     batch = dataset.get_batch(indices, CPU)
     assert batch.keys() == ({"idx", "targets", "mask", "positions"} if pack else {"idx", "targets"})
@@ -265,13 +269,12 @@ def test_batches(tmp_path, pack, B):
 
 def test_a_row_is_shown_token_by_token(tmp_path):
     data = jsonl(tmp_path / "a.jsonl", [turns("hi", "yo\n"), turns("ho", "\x1b")])
-    rows, _, info = build(tmp_path / "rows", data, data)
-    shown = ChatDataset(rows, BYTES, True, "").format_row(0)
+    shown = build(tmp_path / "rows", data, data)[0].format_row(0)
     hi = "<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>|[y]|[o]|[\\n]|[<|end|>]"
     ho = "<|endoftext|>|<|user|>|h|o|<|end|>|<|assistant|>|[\ufffd]|[<|end|>]"
     assert shown == f"{hi}\n\n{ho}\n\n(padding: {64 - 9 - 7} of 64 positions)"
-    rows, _, _ = build(tmp_path / "rows", data, data, max_seq_len=9, pack=False)
-    assert {ChatDataset(rows, BYTES, False, "").format_row(i) for i in (0, 1)} == {
+    dataset, _, _ = build(tmp_path / "rows", data, data, max_seq_len=9, pack=False)
+    assert {dataset.format_row(i) for i in (0, 1)} == {
         f"{hi}\n\n(padding: 0 of 9 positions)", f"{ho}\n\n(padding: 2 of 9 positions)"}
 
 
@@ -328,11 +331,8 @@ def test_faulty_conversations_are_counted_and_the_rest_kept(tmp_path, refused):
     bad = [[{"role": "tool", "content": "x"}], turns("a"), turns("a", " "), turns("a")[:1] * 2 + turns("a", "b")[1:],
            turns("a", "b", system="")]
     data = jsonl(tmp_path / "a.jsonl", good + bad)
-    train, val, info = build(tmp_path / "rows", data)
-    assert len(conversations_of(train)[0] + conversations_of(val)[0]) == 41
-    text = describe_rows(info, data, 64)
-    assert f"{data}, 40 conversations in {len(train)} rows of 64; " in text and "for validation" in text
-    assert f"{info['train']['tokens'] / train[:, 0].size:.1%} of the positions are not padding" in text
+    train, val, text = build(tmp_path / "rows", data)
+    assert len(conversations_of(train.rows)[0] + conversations_of(val.rows)[0]) == 41
     for note in ("3 skipped: its roles are not", "1 skipped: a message is empty", f"{tmp_path}/a.jsonl, line 41"):
         assert note in text, note
 
@@ -342,8 +342,8 @@ def test_faulty_conversations_are_counted_and_the_rest_kept(tmp_path, refused):
 
 def test_what_tiktoken_refuses_is_skipped(tmp_path, gpt2_vocabulary):
     data = jsonl(tmp_path / "a.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")])
-    _, _, info = build_rows(tmp_path, str(data), str(data), "gpt2", 64, True, 1, True)
-    assert info["train"]["conversations"] == 1 and "skipped: " in str(info["notes"]) and "line 2" in str(info["notes"])
+    _, _, text = build_datasets(tmp_path, str(data), str(data), gpt2_vocabulary, 64, True, 1, True)
+    assert "1 conversations" in text and "2 skipped: " in text and "line 2" in text
 
 
 def test_mistakes_are_refused_in_one_line(tmp_path, refused):
@@ -354,10 +354,10 @@ def test_mistakes_are_refused_in_one_line(tmp_path, refused):
         (f"{chats}:", None, ["chats.jsonl:'", "SOURCE:WEIGHT"]),
         (f"{chats}:-1", None, ["chats.jsonl:-1'", "SOURCE:WEIGHT"]), (f"{chats}:0", None, ["chats.jsonl:0", "weight"]),
         (chats, f"{chats}:0", ["--val_data=", "chats.jsonl:0", "weight"]),
-        ("nowhere.jsonl", None, ["--data=nowhere.jsonl", "FileNotFoundError"]),
-        (chats, "nowhere.jsonl", ["--val_data=nowhere.jsonl", "FileNotFoundError"]),
+        ("nowhere.jsonl", None, ["--data", "'nowhere.jsonl' is not a file"]),
+        (chats, "nowhere.jsonl", ["--val_data", "'nowhere.jsonl' is not a file"]),
         ("/nowhere/deep/typo.json", None, ["typo.json", "not a file"]),
-        ("no such/data*", None, ["no such/data*", "not a file"]), (tmp_path, None, [str(tmp_path), "IsADirectory"]),
+        ("no such/data*", None, ["no such/data*", "not a file"]),
         (empty, None, ["empty.jsonl", "none of its 0 usable conversations"]),
         (f"{chats},{one}:0.01", chats, ["--data=", "one.jsonl:0.01", "none of its 1 usable", "raise its weight"]),
         (chats, f"{one}:0.01", ["--val_data=", "one.jsonl:0.01"]),

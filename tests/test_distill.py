@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import model as model_module
-from chat_data import build_rows, packed_mask_and_positions
+from chat_data import build_datasets, packed_mask_and_positions
 from conftest import TINY, load, read_log, refused, run, same
 from dataloader import TokenDataset, sample_indices
 from extras import distill
 from model import GPT, GPTConfig, IGNORE, linear_cross_entropy
 from test_chat import SFT
-from test_chat_data import E, jsonl, turns
+from test_chat_data import BYTES, E, jsonl, turns
 from tokenizer import get_tokenizer
 
 N, C, V = 21, 12, 40  # in chunks of 8, the last one not full
@@ -407,7 +407,7 @@ def test_chat_rows_are_taught_packed(teacher, tmp_path):
     assert online.keys() == cached.keys()
     assert all(online[key] == pytest.approx(cached[key], rel=2e-3) for key in online)
 
-    rows, _, _ = build_rows(tmp_path / "rows", str(data), None, "bytes", 64, True, 1337, False)
+    rows = build_datasets(tmp_path / "rows", str(data), None, BYTES, 64, True, 1337, False)[0].rows
     rows = torch.from_numpy(rows[sample_indices(range(4), len(rows), 1337)].astype(np.int64))
     idx, targets = rows[:, 0], rows[:, 1].masked_fill(rows[:, 1] == E, IGNORE)
     mask, positions = packed_mask_and_positions(idx, E)

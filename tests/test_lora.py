@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from chat_data import build_rows, packed_mask_and_positions
+from chat_data import build_datasets, packed_mask_and_positions
 from checkpoint import get_state, has_checkpoint, load_checkpoint, load_model, load_state, write_checkpoint
 from configurator import load_extra
 from conftest import check_compiled, load, read_log, refused, run, same
@@ -18,7 +18,7 @@ from model import GPT, GPTConfig, IGNORE
 from optim import configure_optimizer
 from sample import generate
 from test_chat import SFT, check_resumed
-from test_chat_data import jsonl, turns
+from test_chat_data import BYTES, jsonl, turns
 from test_model import new_gpt, tokens
 from test_optim import optimizer_config
 
@@ -217,8 +217,8 @@ def test_the_other_scripts_open_it(folder, tuned, tmp_path):
     merged, exported = (load_model(path, "cpu")[0] for path in (out_dir, tmp_path / "hf"))
     assert torch.equal(merged(tokens()), exported(tokens()))
     # the run's validation loss, with adapters, is that of the merged weights
-    _, rows, _ = build_rows(folder / "rows", f"{folder}/chats.jsonl", None, "bytes", 64, True, 1337, True)
-    rows = torch.from_numpy(rows[:4].astype(np.int64))
+    _, data, _ = build_datasets(folder / "rows", f"{folder}/chats.jsonl", None, BYTES, 64, True, 1337, True)
+    rows = torch.from_numpy(data.rows[:4].astype(np.int64))
     idx, targets = rows[:, 0].contiguous(), rows[:, 1].masked_fill(rows[:, 1] == 256, IGNORE)
     mask, positions = packed_mask_and_positions(idx, 256)
     with torch.no_grad():

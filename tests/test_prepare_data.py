@@ -182,7 +182,7 @@ def test_empty_documents_after_the_end_are_not_counted(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["abc"] * 64 + [""] * 64)
     command = ["--files=a.jsonl", "--tokenizer=bytes", "--max_tokens=100", "--val_tokens=50", "--num_threads=1"]
     printed = prepare(tmp_path, *command)
-    assert "25 documents" in printed and "skipped" not in printed
+    assert "25 documents" in printed and "0 documents skipped" in printed
 
 
 def test_text_files_as_gpt2_tokens(tmp_path, gpt2_vocabulary):
@@ -236,7 +236,7 @@ def test_the_standard_library_is_a_source_and_needs_no_torch(tmp_path):
     assert chats.read_text() == "edited"
     for shard in chats.parent.glob("*.bin"):
         shard.unlink()
-    assert "chat.jsonl, but no shards" in refusal(tmp_path, "--dataset=python")
+    assert "holds 0 tokens" in refusal(tmp_path, "--dataset=python", "--val_tokens=1000")
 
 
 @given(st.lists(st.text()))
@@ -339,8 +339,7 @@ def test_killed_and_resumed_makes_the_same_bytes(sources, name, source):
     assert [meta.pop("source") for meta in metas] and metas[0] == metas[1]
 
 
-# A file is written beside its name and renamed. The first rename is progress.json's; of each two that follow, one is a
-# shard's and the next progress.json's.
+# A file is written beside its name and renamed; of each two renames, one is progress.json's and the next a shard's.
 KILLED_AT_RENAME = """
 import os, runpy, signal, sys
 renames, last, replace = 0, int(sys.argv[1]), os.replace
@@ -374,7 +373,7 @@ def test_killed_between_two_renames_makes_the_same_bytes(python, renames, shards
     command = [*PYTHON, "--max_tokens=537500", f"--data_dir={data_dir.name}"]
     kill_at_rename(renames, python, *command)
     assert len(list(data_dir.glob("*.bin"))) == shards and not (data_dir / "meta.json").exists()
-    counts = json.loads((data_dir / "progress.json").read_text())["counts"]
+    *_, counts = json.loads((data_dir / "progress.json").read_text())
     assert counts.get("val shards", 0) + counts.get("train shards", 0) == known
     assert ("resuming after" in prepare(python, *command)) == bool(known)
     assert contents(data_dir) == contents(python / "undisturbed")
@@ -434,8 +433,8 @@ def test_shards_from_elsewhere_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--files=no/*.txt"], ["--files=no/*.txt", "no such file"]),
-    (["--files=a.txt,missing.txt"], ["missing.txt", "no such file"]),
+    (["--files=no/*.txt"], ["--files=no/*.txt", "No such file"]),
+    (["--files=a.txt,missing.txt"], ["missing.txt", "No such file"]),
     (["--files=a.csv"], ["a.csv", ".parquet, .jsonl, .json, .txt"]),
     (["--files=a.txt,b.jsonl"], [".jsonl", ".txt", "of one kind"]),
     (["--files=a.txt", "--dataset=python"], ["a.txt", "python", "one of them"]),
@@ -519,7 +518,7 @@ def test_too_few_tokens_for_val_and_the_suggested_value_works(tmp_path):
 
 def test_an_earlier_run_that_cannot_be_read_is_named(python, tmp_path):
     shutil.copytree(python / "undisturbed", tmp_path / "out")
-    (tmp_path / "out" / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 384}')
+    (tmp_path / "out" / "meta.json").write_text("{")
     assert "--data_dir=out" in refusal(tmp_path, *PYTHON, "--data_dir=out")
     (tmp_path / "out" / "progress.json").write_text("{")
     assert "--data_dir=out" in refusal(tmp_path, *PYTHON, "--data_dir=out")
@@ -544,9 +543,10 @@ def test_nothing_that_has_changed_is_resumed(sources, tmp_path):
     assert "prepared with another source" in refusal(tmp_path, *command)
     shutil.copy(sources / "a.parquet", tmp_path)
     (out / "meta.json").unlink()
-    original = json.loads((out / "progress.json").read_text())
-    for change in ({"state": {"shard_idx": 0}}, {"state": 3}, {"counts": {}}, {"counts": None}):
-        (out / "progress.json").write_text(json.dumps({**original, **change}))
+    recipe, state, left, counts = json.loads((out / "progress.json").read_text())
+    for damaged in ([recipe, {"shard_idx": 0}, left, counts], [recipe, 3, left, counts], [recipe, state, left, 3], [],
+                    {"recipe": recipe, "state": state, "offset": left, "counts": counts}):
+        (out / "progress.json").write_text(json.dumps(damaged))
         assert "undisturbed" in refusal(tmp_path, *command)
 
 
