@@ -2,7 +2,7 @@
 How fast is this machine: training, chat tuning, data preparation, decoding.
 
     python bench.py                                             # all of it: about an hour on two CPU cores
-    python bench.py --what=train,decode --nanogpt=../nanoGPT    # next to a checkout of nanoGPT, then the first row
+    python bench.py --what=train,decode --nanogpt=../nanoGPT    # beside a checkout of nanoGPT
     python bench.py --what=train --train_args='--n_layer=4 --n_embd=256 --n_head=4'
     python bench.py --what=prep --prep_files='texts/*.parquet'  # next to tiktoken alone
     python bench.py --profile=True                              # where does a step of train_gpt2.py spend its time?
@@ -41,7 +41,7 @@ from tokenizer import END_OF_TEXT, get_tokenizer
 # settings
 what: str = "train,chat,prep,decode"  # or some of them
 variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: arch, or arch+attention; they win over train_args
-nanogpt: str = ""  # train, decode: folder of a checkout of nanoGPT, then the first row
+nanogpt: str = ""  # train, decode: folder of a checkout of nanoGPT, which is the first row of each table then
 rounds: Positive = 3
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls
@@ -79,7 +79,7 @@ modes = [False, True] if compile else [False]
 common = f"""--max_iters={train_iters + 1} --device={device} --dtype={dtype} --compile={compile} --eval_iters=1
     --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1 --warmup_iters=0 --overwrite=True
     --out_dir={folder}/out""".split()
-train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # of two equal ones the later counts
+train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # the last of a repeated flag wins
 
 
 def compare(title, rows):

@@ -1,7 +1,7 @@
 """
 Conversations -> packed or padded rows, made once and kept on disk.
 
-A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: all but its last id are inputs,
+A conversation of n ids (see tokenizer.render_chat) occupies n - 1 positions of a row: all but its last id are inputs,
 all but its first are targets. On disk a row is inputs and targets, (2, max_seq_len) uint16. Targets that are not
 trained on are <|endoftext|>; inputs begin each conversation with it, and are padded with it.
 """
@@ -44,8 +44,10 @@ def read_conversations(source):
     Yields (where, messages). source: a file with {"messages": [...]} on each line; or a data set of the Hugging Face
     hub, as owner/name or owner/name/config (its split train).
     """
-    if os.path.exists(source):
-        for number, line in enumerate(open(source, "rb"), 1):
+    if source.endswith(".jsonl") or os.path.exists(source):
+        with one_line_errors(f"--data or --val_data: {source}"):
+            file = open(source, "rb")
+        for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{source}, line {number}"
                 with one_line_errors(where, 'expected {"messages": [...]}'):
@@ -79,8 +81,8 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
         raise ValueError("messages is not a list of {role, content}, both strings")
     if not re.fullmatch("(system )?user assistant( user assistant)*( user)?", roles):
         raise ValueError("its roles are not user and assistant in turn, after at most one system message")
-    if roles.startswith("system") and not contents.pop(0):
-        messages = messages[1:]
+    if roles.startswith("system") and not contents[0]:
+        messages, contents = messages[1:], contents[1:]
     if not all(contents):
         raise ValueError("a message is empty")
     ids, trained = map(np.array, render_chat(tokenizer, messages))
@@ -89,7 +91,7 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     if answer_ends[0] > max_seq_len:
         raise ValueError("longer than a row before its first answer ends")
     n = answer_ends[answer_ends <= max_seq_len][-1]
-    note = "truncated after the last answer that fits into a row" if n < len(ids) - 1 else ""
+    note = "truncated after the last answer that fits into a row" if n < answer_ends[-1] else ""
     return np.array([ids[:n], targets[1:n + 1]], "<u2"), note
 
 
@@ -111,7 +113,7 @@ def load_conversations(source, tokenizer, max_seq_len, notes):
 def mix_conversations(sources, val_sources, tokenizer, max_seq_len, seed, notes):
     """
     sources, val_sources: {source: weight}. Returns two lists of pairs, to train on and for validation, each pair as
-    often as its weight says. Without val_sources one in 50 is held out, by digest, so that no copy is trained on.
+    often as its weight says. Without val_sources one in 50 is held out, once, by digest, so no copy is trained on.
     """
     train, val = [], []
     for mixed, weights in (train, sources), (val, val_sources):
@@ -191,8 +193,8 @@ class ChatDataset:
 
     def get_batch(self, indices, device):
         """
-        What GPT.forward takes, on `device`: idx and targets (B, T) int64, IGNORE where not trained on; if packed, also
-        mask and positions. Otherwise padding needs no mask: it comes last, and attention is causal.
+        Keyword arguments of GPT.forward, on `device`: idx and targets (B, T) int64, IGNORE where not trained on; if
+        packed, also mask and positions. Otherwise padding needs no mask: it comes last, and attention is causal.
         """
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of 2 T
         idx, targets = (self.rows[indices, i].astype(np.int64) for i in (0, 1))

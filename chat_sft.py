@@ -34,13 +34,13 @@ out_dir: str = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
-eval_interval: Positive = 100  # steps between evaluations; each, but for step 0's, saves a checkpoint first
+eval_interval: Positive = 100  # steps between evaluations; before each, but for step 0's, a checkpoint is saved
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
 log_interval: Positive = 10
-sample_tokens: NonNegative = 128  # length of the answer, to the first question of val, printed then; 0 = off
+sample_tokens: NonNegative = 128  # length of the answer to val's first question, printed at each evaluation; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
@@ -59,7 +59,7 @@ optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hid
 learning_rate: NonNegativeFloat = 1e-4  # peak
 epochs: NonNegativeFloat = 1.0  # passes over the rows
 max_iters: NonNegative | None = None  # None: as many as the epochs take
-weight_decay: NonNegativeFloat = 0.0  # of matrices and embeddings
+weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.002  # muon: peak of the hidden matrices
@@ -153,7 +153,7 @@ if sparsity:
     metrics.append(pruner.metrics)
 if config["optimizer"] == "adamw_spam":
     gradient_hooks.append(load_extra("spam", config, "optimizer").Spam(optimizer))
-rollback = load_extra("rollback", config, *overrides.keys() & {"spike_loss", "spike_norm"})
+rollback = load_extra("rollback", config, *(name for name in ("spike_loss", "spike_norm") if overrides.get(name)))
 guard = rollback and rollback.SpikeGuard(config, optimizer, scaler)
 if guard:
     state["health"] = guard
@@ -201,7 +201,7 @@ if options:
 token_sizes = token_bytes(tokenizer)
 runtime.catch_signals()
 while True:
-    # a thread writes the checkpoint during the evaluation, so whatever fails in there loses no step
+    # the checkpoint is written by a thread during the evaluation, so a failure in there loses no step
     done = iter_num >= max_iters
     if iter_num % eval_interval == 0 or done:
         runtime.print0("evaluating ...")
@@ -217,8 +217,8 @@ while True:
     if done:
         break
 
-    # forward and backward; the gradient is that of the mean over the step's targets, of all micro-steps and ranks: the
-    # order of the rows tells each rank how many they are
+    # forward and backward; the gradient is that of the mean over all targets of the step. Every rank knows the order
+    # of the rows, so it can count them before its first backward
     t0 = time.perf_counter()
     torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
     loss_sum = torch.zeros((), device=device)

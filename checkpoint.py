@@ -73,7 +73,7 @@ def load_checkpoint(path, merge=True):
         if merge and "lora" in checkpoint:
             load_extra("lora", {"init_from": candidate}, "init_from").merge_into_base(checkpoint)
         return checkpoint
-    fail(f"{candidates[0]}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its "
+    fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its "
          f"folder, a Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
 
 
@@ -180,7 +180,7 @@ def resume_config(config, overrides, checkpoint):
 # -----------------------------------------------------------------------------
 # state of model and optimizer
 
-def kept_out(model):
+def excluded_params(model):
     """The parameters that a checkpoint does not hold: frozen ones (LoRA), and those of the loss function."""
     return {name: p for name, p in model.named_parameters(remove_duplicate=False)
             if not p.requires_grad or name.startswith("loss_fn.")}
@@ -191,8 +191,8 @@ def get_state(model, optimizer):
     if runtime.is_sharded(model):
         from extras import fsdp
         return fsdp.get_state(model, optimizer)
-    left_out = kept_out(model)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+    excluded = excluded_params(model)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in excluded}
     return weights, optimizer.state_dict()
 
 
@@ -201,7 +201,7 @@ def load_state(model, optimizer, checkpoint):
     if runtime.is_sharded(model):
         from extras import fsdp
         return fsdp.load_state(model, optimizer, checkpoint)
-    model.load_state_dict({**kept_out(model), **checkpoint["model"]})
+    model.load_state_dict({**excluded_params(model), **checkpoint["model"]})
     optimizer.load_state_dict({"state": checkpoint["optimizer"]["state"],
                                "param_groups": optimizer.state_dict()["param_groups"]})
 
@@ -235,7 +235,7 @@ def write_checkpoint(out_dir, checkpoint, snapshot_name=None):
         return True
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         print(f"WARNING: --out_dir={out_dir}: the checkpoint of step {checkpoint['iter_num']} could not be written "
-              f"({format_error(error)}); the one before it stays. Make room", flush=True)
+              f"({format_error(error)}); the one before it stays", flush=True)
         with suppress(OSError):
             temporary.unlink()
         return False
@@ -292,9 +292,9 @@ class Checkpointer:
                 self.lock.acquire(blocking=False)  # its Timeout is an OSError
 
     def remove_old(self):
-        """Removes the checkpoints of an overwritten run, once nothing can be refused any more."""
+        """Removes the checkpoints of an overwritten run, after all checks have passed."""
         if runtime.rank() == 0:
-            for pattern in ("ckpt.pt*", "ckpt_prev.pt", "ckpt_best.pt", "ckpt_[0-9]*.pt"):
+            for pattern in ("ckpt.pt*", "ckpt_prev.pt", "ckpt_best.pt", "ckpt_damaged.pt", "ckpt_[0-9]*.pt"):
                 for path in Path(self.out_dir).glob(pattern):
                     path.unlink()
 

@@ -117,9 +117,9 @@ def extra_settings(name):
 
 def load_extra(name, config, *settings):
     """
-    Import extras/NAME.py and give its settings their values in `config`. Returns the module. Where the file was
-    deleted, the program ends if the feature was asked for, by `settings`; one that is on by default is left out:
-    None.
+    Import extras/NAME.py and give its settings their values in `config`. Returns the module. If the file was deleted,
+    the program ends if there are `settings`, those that ask for the feature; else, as it is on by default, a line says
+    that it is left out, and this returns None.
     """
     if not (EXTRAS / f"{name}.py").exists():
         for setting in settings:

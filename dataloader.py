@@ -25,9 +25,9 @@ def to_device(array, device):
 
 class TokenDataset:
     """
-    The shards of one split as rows of max_seq_len inputs and their targets. Row i of a shard is tokens [i T, (i + 1)
-    T], so every token but a shard's first is a target once; the last tokens of a shard, fewer than a row, are left
-    out and counted in dropped_tokens.
+    The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
+    (i + 1) T, both included, so every token but the first is a target once; the last tokens of a shard, fewer than a
+    row, are left out and counted in dropped_tokens.
     """
 
     def __init__(self, data_dir, split, max_seq_len):
@@ -76,7 +76,7 @@ class TokenDataset:
         return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
 
     def get_batch(self, indices, device):
-        """What GPT.forward takes, on `device`."""
+        """Keyword arguments of GPT.forward, on `device`."""
         idx, targets = self[indices]
         return {"idx": to_device(idx, device), "targets": to_device(targets, device)}
 

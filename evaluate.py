@@ -12,9 +12,11 @@ A line of a local file has what a row on the hub has:
     {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}                                   mmlu
     {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                                    gsm8k
 
-Prompts and scores are those of EleutherAI's lm-evaluation-harness, zero-shot, so the numbers are comparable. They do
-not depend on the batch size or the number of ranks, up to rounding: float32 is the default because in a coarser dtype
-the padding of a batch decides between two choices that are nearly tied.
+HellaSwag and ARC have the prompts and scores of EleutherAI's lm-evaluation-harness, after an <|endoftext|>. MMLU
+compares the texts of the choices, as its mmlu_continuation does, without naming the subject; GSM8K takes the last
+number of an answer where there is no ####. All are zero-shot. Scores do not depend on the batch size or the number of
+ranks: float32 is the default because in a coarser dtype the padding of a batch decides between two choices that are
+nearly tied.
 """
 import json
 import math
@@ -37,7 +39,7 @@ from checkpoint import check_tokenizer, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
 from dataloader import TokenDataset, validation_loss
 from runtime import print0
-from sample import generate, vocabulary
+from sample import generate, generation_limits
 from tokenizer import chat_tokens, get_tokenizer, render_chat, token_bytes
 
 TASKS = {  # name on the hub, configuration, split
@@ -211,7 +213,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
             else:
                 contexts, numbers = zip(*batch)
                 steps = generate(model, contexts, max_new_tokens, temperature=0,
-                                 **vocabulary(tokenizer, stage == "chat"))
+                                 **generation_limits(tokenizer, stage == "chat"))
                 results |= zip(numbers, zip(*progress(steps)))  # from a list per position to one per example
     except ValueError as error:  # raised below: the other ranks are waiting there
         results["error"] = error

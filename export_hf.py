@@ -270,8 +270,8 @@ tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM
 {USAGE[stage]}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-Text that spells a special token, like `<|end|>`, becomes that token here, in a chat template as in any prompt: remove
-it from what strangers write. A base model has not learned the chat tokens, so it has no chat template.
+Text that spells a special token, like `<|end|>`, becomes that token here, in a chat template as in any prompt: strip
+it from untrusted input. A base model has not learned the chat tokens, so it has no chat template.
 """
 
 

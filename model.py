@@ -108,7 +108,8 @@ def decode_attention(q, k, v, mask, scale):
     G queries share each key: nh / nkv heads at one position, or all heads at several.
     mask: bool, broadcast to (B, nkv, G, S).
     """
-    fuse = torch.compiler.is_compiling() and q.device.type == "cpu"  # into sums that read k and v in place
+    # compiled for a CPU, multiply-and-sum becomes one loop that reads k and v where they lie; else matmuls are faster
+    fuse = torch.compiler.is_compiling() and q.device.type == "cpu"
     scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1) if fuse else (q @ k.transpose(2, 3)).float()
     p = (scores * scale).masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
     return (p.unsqueeze(-1).float() * v.unsqueeze(2).float()).sum(3).type_as(q) if fuse else p @ v
@@ -121,7 +122,7 @@ def write_cache(cache, positions, *new):
     """
     row = torch.arange(positions.size(0), device=positions.device)[:, None]
     for old, values in zip(cache, new):
-        old[row, :, positions] = values.to(old.dtype)  # indices around a slice put it last: (B, T, heads, hd)
+        old[row, :, positions] = values.to(old.dtype)  # (B, T, heads, hd): indexed dims come first
     return [tensor.transpose(1, 2) for tensor in cache]
 
 
@@ -197,9 +198,7 @@ class MLA(nn.Module):
     Training expands k and v and is ordinary attention. Decoding caches c and the rotated key alone and *absorbs* the
     up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is mapped into latent space once and meets the
     cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s), sums latents first and is projected
-    up once. What remains is attention with one key, [c, k_pe], for all heads, whose value is c itself. "Per-head
-    queries in latent space and per-head value up-projections", as MLA is also described, is this absorbed
-    form: the same function of the same weights.
+    up once. What remains is attention with one key, [c, k_pe], for all heads, whose value is c itself.
     """
 
     def __init__(self, config):
@@ -433,7 +432,7 @@ class GPT(nn.Module):
         """
         idx (B, T) int64 -> (B, T, C), which lm_head turns into logits.
         positions: (B, T) int64; None: 0 .. T - 1.
-        mask: (B, 1, T, T) bool, True where a query (third) may look at a key (fourth); None: causal.
+        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3); None: causal.
         cache: from new_cache; keys and values are written there at `positions`, and each query sees what the cache
         holds at or before its own position. Needs positions and no mask.
         """
@@ -471,8 +470,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """
         FLOPs to train on one token of a row of T: 6 per weight, 4 if it is frozen, and 12 n_layer T C for attention
-        (Chowdhery et al. 2022, appendix B). Embedding tables are looked up and cost none; a tied one counts as the
-        head.
+        (Chowdhery et al. 2022, appendix B), with mla by the widths of its keys and values. Embedding tables are
+        looked up and cost none; a tied one counts as the head.
         """
         c = self.config
         hd = c.n_embd // c.n_head

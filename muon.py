@@ -44,7 +44,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step of both, from the gradients in place; the gradients of other ranks' matrices are dropped."""
+        """One step of both optimizers. Drops (sets to None) the gradients of matrices that other ranks own."""
         # load_state_dict replaces these objects, so re-link them each time
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         self.muon.state = self.adamw.state = self.state

@@ -53,8 +53,7 @@ def configure_optimizer(model, config):
 def set_lr(optimizer, lr, iter_num):
     """
     Sets each group's learning rate, lr times its scale, and Muon's momentum, which rises from 0.85 to 0.95 over the
-    first
-    100 steps: early gradients are soon out of date.
+    first 100 steps: early gradients are soon out of date.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
@@ -73,7 +72,9 @@ def build_schedule(config, max_iters):
     """
     schedule, learning_rate, min_lr, warmup_iters, wsd_decay_frac = (
         config[key] for key in ("lr_schedule", "learning_rate", "min_lr", "warmup_iters", "wsd_decay_frac"))
-    decay_iters = max_iters if config["lr_decay_iters"] is None else config["lr_decay_iters"]
+    decay_iters = config["lr_decay_iters"]
+    if decay_iters is None or schedule == "constant":
+        decay_iters = max_iters
     if warmup_iters is None:  # chat tuning
         warmup_iters = min(100, decay_iters // 10)
     if schedule == "wsd" and wsd_decay_frac == 0:

@@ -210,7 +210,7 @@ if __name__ == "__main__":
         with (closing(document_batches(data, text_column, state)) as batches,
               tqdm(total=max_tokens, initial=counts["tokens"], unit="tok", unit_scale=True) as bar):
             for state, tokens, skipped in tokenize_batches(batches, encoding, num_threads or count_cpus()):
-                tokens, left = tokens[-left:], 0
+                tokens, left = tokens[-left:], 0  # after a resume those left of the first batch; -0 is all
                 while len(tokens) and counts["tokens"] < target_tokens:
                     if not shard:
                         meta_path.unlink(missing_ok=True)
@@ -249,5 +249,4 @@ if __name__ == "__main__":
     write_atomically(meta_path, json.dumps(meta, indent=1).encode())
     print(f"{folder}: {summary}\n"
           f"the first {val_tokens:,} tokens are for validation; train on the rest:\n"
-          f"python train_gpt2.py config/quickstart.py --data_dir={folder}  # in minutes, on a laptop\n"
-          f"python train_gpt2.py --data_dir={folder}  # GPT-2 124M, on a GPU")
+          f"python train_gpt2.py {'config/quickstart.py ' if tokenizer == 'bytes' else ''}--data_dir={folder}")

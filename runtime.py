@@ -93,7 +93,7 @@ def all_reduce(first, *more):
 
 
 def pick_dtype(dtype, device):
-    """auto -> bfloat16 if the device supports (and does not emulate) it, else float16 on GPUs, float32 on CPUs."""
+    """auto -> bfloat16 if the device supports (and does not emulate) it, else float16 with CUDA, float32 elsewhere."""
     if dtype != "auto":
         return dtype
     if device.type == "cuda":
@@ -245,7 +245,8 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
     """
     Compiles the graphs of training and evaluation: one that is compiled later counts as a recompile. DDP needs the
     backward as well: its first one fixes the gradient buckets, and from three ranks on their layout is the order of
-    summation, so a resumed run would otherwise differ in the last bits. Returns seconds, or None if nothing was to do.
+    summation, so a resumed run would otherwise differ in the last bits. Returns seconds, or None if there was nothing
+    to do.
     """
     if not options and not dist.is_initialized():
         return None
@@ -339,19 +340,19 @@ class Logger:
         """Counts a step that is not finite, and says so; float16's loss scale finds its range that way."""
         self.skipped += 1
         if self.dtype != "float16" or not math.isfinite(loss_sum):
-            print0(f"WARNING: step {iter_num}: its {'norm' if math.isfinite(loss_sum) else 'loss'} is not finite: it "
-                   f"is skipped, {self.skipped} so far")
+            print0(f"WARNING: step {iter_num} is skipped, its {'norm' if math.isfinite(loss_sum) else 'loss'} is not "
+                   f"finite; {self.skipped} skipped so far")
 
     def train(self, iter_num, **values):
         """Logs the steps since the last call: their mean loss, tokens/s, ..."""
         for metric in self.metrics:
             values = dict(**values, **metric())  # a name that is taken is an error
         sums, self.sums = self.sums, Counter()
-        seconds, tokens = sums["seconds"], sums["rows"] * self.loader.dataset.max_seq_len
+        seconds, positions = sums["seconds"], sums["rows"] * self.loader.dataset.max_seq_len
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
         self(iter_num, train_loss=sums["loss_sum"] / max(sums["targets"], 1), ms=1000 * seconds / sums["steps"],
-             tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / tokens,
-             mfu=self.flops_per_token * tokens / seconds / self.peak_flops,
+             tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
+             mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], wait=wait_seconds / seconds,
              epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.device),
              targets=sums["targets"], skipped=self.skipped, recompiles=self.recompiles,
@@ -362,7 +363,7 @@ class Logger:
             return
         shown = [form.format(values[key]) for key, form in FORMATS.items() if key in values]
         if "eta_seconds" in values:
-            shown.append(f"left {datetime.timedelta(seconds=int(values['eta_seconds']))}")
+            shown.append(f"eta {datetime.timedelta(seconds=int(values['eta_seconds']))}")
         if shown:
             print(f"step {iter_num}/{self.max_iters}: {', '.join(shown)}", flush=True)
         values = {"iter": iter_num, "tokens": self.loader.tokens, **values}
@@ -392,9 +393,7 @@ def finish(iter_num, out_dir, stopped, facts, command):
 
 
 def report_settings(config, overrides):
-    """
-    Prints what differs from the defaults, and warns of what nothing reads in this run: it may be part of a recipe.
-    """
+    """Prints the overrides, and warns of those that nothing in this run reads: they may be part of a recipe."""
     print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     for needs, met, names in (
             ("--optimizer=muon", config["optimizer"] == "muon", "muon_lr"),

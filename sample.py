@@ -125,7 +125,7 @@ def compile_step(model, batch):
     return decoder
 
 
-def vocabulary(tokenizer, chat):
+def generation_limits(tokenizer, chat):
     """generate's stop_ids and n_vocab. The chat tokens end a chat model's text; a base model has not learned them."""
     special = chat_tokens(tokenizer).values() if chat else []
     return {"stop_ids": [tokenizer.eot_token, *special], "n_vocab": tokenizer.n_vocab + len(special)}
@@ -144,7 +144,7 @@ def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=F
         try:
             with autocast, torch.compiler.set_stance("force_eager"):
                 tokens = generate(model, [prompt], max_new_tokens, temperature=0.8, top_k=200,
-                                  **vocabulary(tokenizer, chat))
+                                  **generation_limits(tokenizer, chat))
                 text = decode_chat(tokenizer, prompt[1:] + [token for token, in tokens])
         except ValueError as error:
             text = f"(none: {error})"
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     model, loaded = load_model(checkpoint, device)
     print(describe_model(checkpoint, loaded))
     tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
-    limits = vocabulary(tokenizer, chat)
+    limits = generation_limits(tokenizer, chat)
     if compile:
         print("compiling the decoding step ...", flush=True)
         with autocast, one_line_errors(f"--compile=True, {checkpoint}"):
@@ -210,7 +210,7 @@ if __name__ == "__main__":
             if not chat:
                 raise
             print(" (stopped)", end="")
-        print()
+        print(decoder.decode(b"", final=True))  # half a character
         if len(ids) > max_len + 1:  # the last one is not read
             print(f"(that is longer than the model's {max_len} positions: it has forgotten the beginning)")
         return text

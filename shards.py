@@ -24,7 +24,7 @@ def read_shard(path):
     """The tokens of a shard, memory-mapped: (n,) uint16. Anything but a whole shard ends the program in one line."""
     with one_line_errors(str(path), "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        n = (os.path.getsize(path) - 4 * HEADER_INTS) / 2  # with half a token, if the end is cut off there
+        n = (os.path.getsize(path) - 4 * HEADER_INTS) / 2  # no integer if the file ends within a token
         if n < 1 or header != [MAGIC, VERSION, n]:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[MAGIC, VERSION, n]}, the last being the number of tokens that it has")
@@ -32,12 +32,12 @@ def read_shard(path):
 
 
 def read_meta(data_dir):
-    """meta.json of a folder of shards, a dict with at least tokenizer and vocab_size. Without it they are gpt2's."""
+    """meta.json of a folder of shards, a dict with at least tokenizer. Without it they are gpt2's."""
     path = Path(data_dir) / "meta.json"
     if not path.exists():
         if (path.parent / "progress.json").exists():
             fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
-        return {"tokenizer": "gpt2", "vocab_size": 50304}
+        return {"tokenizer": "gpt2"}
     with one_line_errors(str(path), "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        return {**meta, "tokenizer": str(meta["tokenizer"]), "vocab_size": int(meta["vocab_size"])}
+        return {**meta, "tokenizer": str(meta["tokenizer"])}

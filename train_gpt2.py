@@ -29,7 +29,7 @@ out_dir: str = "out"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "scratch"  # scratch | resume | auto (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
-eval_interval: Positive = 500  # steps between evaluations; each, but for step 0's, saves a checkpoint first
+eval_interval: Positive = 500  # steps between evaluations; before each, but for step 0's, a checkpoint is saved
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 are 1M tokens
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
 eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
@@ -54,7 +54,7 @@ qk_norm: bool = False  # llama: normalise queries and keys
 embed_norm: bool = False  # llama: normalise the embedding
 intermediate_size: Positive | None = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
 gelu: Literal["tanh", "exact"] = "tanh"  # gpt2: GPT-2's approximation, or nanoGPT's exact one
-rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama
+rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama: base of the rotary frequencies
 kv_lora_rank: Positive | None = None  # mla: latent width, cached per token; None: 128, at most n_embd / 2
 q_lora_rank: Positive | None = None  # mla, llama: latent width of queries; None: no latent
 qk_nope_head_dim: Positive | None = None  # mla: width of the unrotated part of a query; None: the rest
@@ -66,7 +66,7 @@ recompute: bool = False  # activation checkpointing: less memory, a third slower
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices; adamw_spam: clips spikes
 learning_rate: NonNegativeFloat = 6e-4  # peak
 max_iters: NonNegative = 50000
-weight_decay: NonNegativeFloat = 0.1  # of matrices and embeddings
+weight_decay: NonNegativeFloat = 0.1  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.02  # muon: peak of the hidden matrices
@@ -152,7 +152,7 @@ if sparsity:
     metrics.append(pruner.metrics)
 if config["optimizer"] == "adamw_spam":
     gradient_hooks.append(load_extra("spam", config, "optimizer").Spam(optimizer))
-rollback = load_extra("rollback", config, *overrides.keys() & {"spike_loss", "spike_norm"})
+rollback = load_extra("rollback", config, *(name for name in ("spike_loss", "spike_norm") if overrides.get(name)))
 guard = rollback and rollback.SpikeGuard(config, optimizer, scaler)
 if guard:
     state["health"] = guard
@@ -201,7 +201,7 @@ if options:
 token_sizes = token_bytes(tokenizer)
 runtime.catch_signals()
 while True:
-    # a thread writes the checkpoint during the evaluation, so whatever fails in there loses no step
+    # the checkpoint is written by a thread during the evaluation, so a failure in there loses no step
     done = iter_num >= max_iters
     if iter_num % eval_interval == 0 or done:
         runtime.print0("evaluating ...")

@@ -1,5 +1,5 @@
-# The recipe that gets to a loss soonest: llama blocks, Muon, a rate for each kind of parameter, constant and then linear to zero.
-# docs/benchmarks.md has what each choice gained, in small models and short runs.
+# The recipe that gets to a loss soonest: llama blocks, Muon, a rate for each kind of parameter, constant and then
+# linear to zero. docs/benchmarks.md has what each choice gained, in small models and short runs.
 #   python train_gpt2.py config/speedrun.py
 arch = "llama"
 qk_norm = True

@@ -138,8 +138,8 @@ class Distillation(nn.Module):
 
     def forward(self, x, weight, targets, teacher, teacher_head=None):
         """
-        Sum of (1 - w) cross entropy + w T^2 KL(teacher || student), both softened by T, over targets that are not
-        IGNORE. T^2 keeps the gradient's size as T varies. x (N, C), weight (V, C), targets (N,) as in
+        Sum of (1 - w) cross entropy + w T^2 KL(teacher || student), which compares both at temperature T, over targets
+        that are not IGNORE. T^2 keeps the gradient's size as T varies. x (N, C), weight (V, C), targets (N,) as in
         linear_cross_entropy.
         Online: teacher (B, T, C_t), its hidden states, and teacher_head (V, C_t). Cached: teacher (B, T, 2 k + 1)
         int16, see TeacherCache.
@@ -182,8 +182,8 @@ class TeacherCache:
     """
     For each position of each row of a data set: the teacher's k likeliest next ids, their log-probabilities, and that
     of each other id, which share the rest evenly; 4 k + 2 bytes per token. By row number, so it serves any order of
-    the rows. A sparse file of int16, (rows, T, 2 k + 1): the ids, modulo 2^16, and the bits of k + 1 float16. The last
-    of a row is not zero, because it is not log 1.
+    the rows. A sparse file of int16, (rows, T, 2 k + 1): the ids, modulo 2^16, and the bits of k + 1 float16. A row
+    is written if its last number is not zero: a log-probability is below log 1 = 0, and a sparse file reads as zeros.
     """
 
     def __init__(self, path, dataset):

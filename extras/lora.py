@@ -1,7 +1,6 @@
 """
-LoRA (Hu et al. 2021): freezes the model and trains low-rank adapters; a checkpoint holds the adapters alone.
-
-It names its base and identifies it by digest; every script merges the two when it opens one.
+LoRA (Hu et al. 2021): freezes the model and trains low-rank adapters; a checkpoint holds the adapters alone, with the
+path and the digest of their base. Every script merges base and adapters when it loads one.
 """
 import math
 import os

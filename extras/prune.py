@@ -1,7 +1,7 @@
 """
 Gradual magnitude pruning (Zhu & Gupta 2017, arXiv 1710.01878): sparsity rises along a cubic ramp during training.
 
-What goes has the lowest score: |w|, or |w| v^(1/4) with AdamW's second moment v, so a weight whose gradients are
+The lowest scores are pruned: |w|, or |w| v^(1/4) with AdamW's second moment v, so a weight whose gradients are
 small, too, goes first. A pruned weight stays zero and gets no gradient; in the paper it keeps its value behind the
 mask.
 """
@@ -53,7 +53,10 @@ class Pruner:
                f"scope {prune_scope}; the run ends at step {max_iters}")
 
     def mask_gradients(self, iter_num):
-        """Zeros the gradients of pruned weights, so they count in no norm or momentum; notes the step for prune."""
+        """
+        Zeros the gradients of pruned weights, so they do not count towards norm or momentum; notes the step for
+        prune.
+        """
         self.step = iter_num + 1
         for name, mask in self.masks.items():
             self.params[name].grad.masked_fill_(mask, 0.0)

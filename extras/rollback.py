@@ -60,7 +60,7 @@ class SpikeGuard:
         """
         if checkpointer.on_disk[0] == 0:  # nothing is saved yet, as every rank knows
             log.skipped += 1
-            runtime.print0(f"WARNING: step {iter_num}: {self.anomaly}: it is skipped, {log.skipped} so far")
+            runtime.print0(f"WARNING: step {iter_num} is skipped, {self.anomaly}; {log.skipped} skipped so far")
             return iter_num + 1
         restored = checkpointer.restore(skip=("rows_seen", "health"))
         runtime.print0(f"WARNING: step {iter_num}: {self.anomaly}: rolled back to step {restored}; the data moves on")

@@ -1,9 +1,9 @@
 """
 SPAM (Huang et al. 2025, arXiv 2501.06842) for AdamW: clips gradient elements that are spikes, and resets the moments.
 
-The constants are those of the authors' code (github.com/TianjinYellow/SPAM-Optimizer). It has no clipping of norms:
-after this clipping no spike stands out. Where norms are many times grad_clip, v is small and more than spikes are
-clipped.
+The constants are those of the authors' code (github.com/TianjinYellow/SPAM-Optimizer), which does not clip norms. Our
+loop still does, after this: where norms are many times grad_clip, v is small and more than spikes are clipped, so use
+--grad_clip=0 there.
 """
 import math
 
@@ -17,8 +17,8 @@ spam_interval: Positive = 500  # steps between momentum resets
 class Spam:
     """
     A gradient hook. Every spam_interval steps the moments, and the step count that corrects their bias (the authors
-    keep it), start at zero again, and the learning rate rises from a hundredth along half a cosine over the next 150.
-    iter_num alone determines all of it, so there is nothing to save.
+    keep it), start at zero again, and the learning rate rises from a hundredth along half a cosine over the next 150
+    (at most 0.3 spam_interval). iter_num alone determines all of it, so there is nothing to save.
     """
 
     def __init__(self, optimizer):
@@ -29,7 +29,7 @@ class Spam:
         """
         Each element g of a gradient with g^2 > 5000 v becomes sign(g) sqrt(5000 v), v being its second moment before
         this step. One whose v is zero stays, as does one that is not finite: the loop looks for those. None is
-        clipped in the first 20 steps after a reset, in which v is not settled.
+        clipped in the first 20 steps (at most 0.04 spam_interval) after a reset, in which v is not settled.
         """
         since, warmup = iter_num % spam_interval, min(150, 0.3 * spam_interval)  # steps
         for group in self.optimizer.param_groups:

@@ -202,7 +202,7 @@ def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
 def test_a_step_that_is_not_finite_is_skipped(shards, tmp_path, ranks):
     output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--learning_rate=1e30",
                  "--warmup_iters=0", "--grad_clip=0", "--max_iters=4", "--sample_tokens=0", ranks=ranks)
-    assert output.count("is not finite: it is skipped, 1 so far") == 1
+    assert output.count("is not finite; 1 skipped so far") == 1
     assert read_log(tmp_path, "skipped")["skipped", 4] >= 1
     assert all(tensor.isfinite().all() for tensor in load(tmp_path)["model"].values())
 
@@ -382,7 +382,7 @@ def test_weights_that_are_not_finite_give_no_text_and_no_traceback(trained, tmp_
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     assert "not finite" in refused("sample.py", f"--checkpoint={tmp_path}/ckpt.pt")
     output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=21")
-    assert "(none: the model's logits are not finite" in output and "is not finite: it is skipped, 1 so far" in output
+    assert "(none: the model's logits are not finite" in output and "is not finite; 1 skipped so far" in output
 
 
 def test_a_terminal_that_cannot_show_a_character_stops_nothing(shards, trained, tmp_path):
