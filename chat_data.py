@@ -91,7 +91,7 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     if answer_ends[0] > max_seq_len:
         raise ValueError("longer than a row before its first answer ends")
     n = answer_ends[answer_ends <= max_seq_len][-1]
-    note = "truncated after the last answer that fits into a row" if n < answer_ends[-1] else ""
+    note = "truncated after the last answer, or the last that fits into a row" if n < len(ids) - 1 else ""
     return np.array([ids[:n], targets[1:n + 1]], "<u2"), note
 
 

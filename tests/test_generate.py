@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 import runtime
 from conftest import ROOT, patched, refused, run
 from model import GPT, GPTConfig
-from sample import compile_step, generate, sample_hook, sample_logits, vocabulary
+from sample import compile_step, generate, sample_hook, sample_logits, generation_limits
 from test_model import VARIANTS, new_gpt
 from tokenizer import get_tokenizer, render_chat
 
@@ -171,8 +171,8 @@ def test_ids_beyond_the_vocabulary_are_never_sampled():
     assert sample_logits(logits, n_vocab=300).max() < 300
     assert sample_logits(logits, temperature=0, n_vocab=300).max() < 300
     tokenizer = get_tokenizer("bytes")
-    assert vocabulary(tokenizer, chat=False) == {"stop_ids": [256], "n_vocab": 257}
-    assert vocabulary(tokenizer, chat=True) == {"stop_ids": [256, 257, 258, 259, 260], "n_vocab": 261}
+    assert generation_limits(tokenizer, chat=False) == {"stop_ids": [256], "n_vocab": 257}
+    assert generation_limits(tokenizer, chat=True) == {"stop_ids": [256, 257, 258, 259, 260], "n_vocab": 261}
 
 
 @pytest.mark.parametrize("settings, warpers", [
