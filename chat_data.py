@@ -263,5 +263,5 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed,
         if build and zipfile.ZipFile(path).testzip():
             raise ValueError("its checksum is wrong")
         text, fingerprint, *splits = torch.load(path, mmap=True)
-    train, val = (ChatDataset(rows.numpy(), tokenizer, pack, fingerprint) for rows in splits)
-    return train, val, text
+        train, val = (ChatDataset(rows.numpy(), tokenizer, pack, fingerprint) for rows in splits)
+        return train, val, text

@@ -275,8 +275,9 @@ class Checkpointer:
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
         if found and not resuming:
             if not config["overwrite"]:
-                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume it with --init_from=resume, "
-                     f"replace it with --overwrite=True, or give another folder")
+                resume = "resume it with --init_from=resume, " if has_checkpoint(out_dir) else ""
+                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, "
+                     f"or give another folder")
             for source in filter(None, (config["init_from"], config["teacher"])):
                 path = Path(source.removeprefix("auto:")).resolve()
                 if path.exists() and folder.resolve() in (path, path.parent):

@@ -145,6 +145,9 @@ def compare_logits(twin, model, length):
 # -----------------------------------------------------------------------------
 # models trained elsewhere
 
+RUN_FACTS = "stage", "iter_num", "val_loss", "val_iter", "config"  # of run.json, which an export has besides
+
+
 def tokenizer_of(config):
     """The name of the tokenizer of a model trained elsewhere, which its vocabulary's size tells, or ValueError."""
     tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(config.vocab_size)
@@ -203,7 +206,7 @@ def load_hf(path):
             folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False,
             ignore_mismatched_sizes=True, output_loading_info=True)
         for problem, names in report.items():
-            names = [name for name in names if "masked_bias" not in name]  # a constant that old versions saved
+            names = sorted(name for name in names if "masked_bias" not in name)  # a constant that old versions saved
             if names:
                 raise ValueError(f"its weights are not those of its config.json: {problem} {names}")
         model = GPT(config)
@@ -211,8 +214,9 @@ def load_hf(path):
             tensor.copy_(twin.get_parameter(name).data)
         compare_logits(twin, model, min(64, config.max_seq_len))
         del twin
+        facts = json.loads(run.read_bytes()) if run.exists() else None
         return convert_checkpoint(model.state_dict(), config, path=str(path),
-                                  **(json.loads(run.read_bytes()) if run.exists() else {}))
+                                  **({key: facts[key] for key in RUN_FACTS} if facts is not None else {}))
 
 
 # -----------------------------------------------------------------------------
@@ -277,12 +281,14 @@ it from untrusted input. A base model has not learned the chat tokens, so it has
 
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir."""
-    folder = Path(out_dir)
-    replace = overwrite and (folder / "run.json").exists() and folder.resolve() != Path(checkpoint).resolve()
-    if any(folder.glob("*")) and not replace:
+    folder, run = Path(out_dir), Path(out_dir, "run.json")
+    replace = overwrite and run.exists() and folder.resolve() != Path(checkpoint).resolve()
+    if any(folder.glob("*")) and not (replace and all(key in run.read_text() for key in RUN_FACTS)):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or, where it holds an export of another "
              f"checkpoint, --overwrite=True")
     model, loaded = load_model(checkpoint, "cpu")
+    if "lora" in loaded and folder.resolve() == Path(loaded["lora"]["absolute"]).resolve():
+        fail(f"--out_dir={out_dir}: holds the base of {checkpoint}; give another folder")
     config, tokenizer, chat = model.config, get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
     eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
     transformers = import_transformers()
@@ -301,10 +307,10 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         *range(end + 1 if chat else tokenizer.n_vocab, config.vocab_size)]
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob("model*.safetensors*"):  # written last: without them nothing opens the folder
+        # written last: without them nothing opens the folder
+        for file in (*folder.glob("model.safetensors*"), *folder.glob("model-0*.safetensors")):
             file.unlink()
-        (folder / "run.json").write_text(json.dumps({
-            key: loaded[key] for key in ("stage", "iter_num", "val_loss", "val_iter", "config")}, indent=1))
+        run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
         (folder / "tokenizer_config.json").write_text(json.dumps({
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,

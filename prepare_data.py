@@ -189,6 +189,11 @@ if __name__ == "__main__":
             if not done["tokens"] <= existing_tokens <= target_tokens:
                 raise ValueError(f"holds {existing_tokens} tokens; expected at least the {done['tokens']} of earlier "
                                  f"runs, and at most --max_tokens={max_tokens}")
+            for split in ("train", "val"):
+                names = sorted(path.name for path in folder.glob(f"{split}_*.bin"))
+                numbered = [f"{split}_{i:06d}.bin" for i in range(len(names))]
+                if names != numbered or len(names) < done[f"{split} shards"]:
+                    raise ValueError(f"{split} shards are missing, or there are others")
             if done["exhausted"] or done["tokens"] == target_tokens:
                 print(f"{folder} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
                 raise SystemExit
@@ -199,9 +204,9 @@ if __name__ == "__main__":
     if counts:
         print(f"resuming after {counts['tokens']:,} tokens in complete shards")
     os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, seconds for nothing
-    import datasets
     with one_line_errors(f"{source_name} --text_column={text_column} to {folder}", "complete shards stay, the same "
                          "command resumes after them", (Exception, KeyboardInterrupt)):
+        import datasets
         if from_python:
             data = datasets.IterableDataset.from_generator(python_files)
         else:

@@ -234,7 +234,11 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path, capsys):
     (full / "model-00001-of-00002.safetensors").write_text("of an earlier export")
     line = refused("export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={full}", "--overwrite=True")
     assert "full" in line and "is not empty" in line and (full / "thesis.txt").read_text() == "mine"
-    (full / "run.json").write_text("{}")  # an export
+    (full / "run.json").write_text("{}")  # somebody else's
+    assert "is not empty" in refused("export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={full}",
+                                     "--overwrite=True")
+    (full / "run.json").write_text(json.dumps(dict.fromkeys(export_hf.RUN_FACTS)))  # an export
+    (full / "model_mine.safetensors").write_text("mine")
     for checkpoint_of, out_dir, overwrite, words in (
             (checkpoint, full, False, "--overwrite=True"), (full, full, True, "full: is not empty"),
             (checkpoint, tmp_path / "run", True, "run: is not empty"),
@@ -243,7 +247,8 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path, capsys):
             export_hf.export(checkpoint_of, out_dir, "float32", 10 ** 9, overwrite)
         assert words in capsys.readouterr().err
     export_hf.export(checkpoint, full, "float32", 10 ** 9, overwrite=True)
-    assert (full / "thesis.txt").read_text() == "mine"
+    assert (full / "thesis.txt").read_text() == (full / "model_mine.safetensors").read_text() == "mine"
+    (full / "model_mine.safetensors").unlink()
     assert len(weights(full)) == len(load_checkpoint(full)["model"]) - 1  # without the head
 
 
@@ -400,8 +405,8 @@ LOGITS = "computes other logits"
                                    "high_freq_factor": 4.0, "original_max_position_embeddings": 24}},
      ["rope_type='llama3'", "'default'"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, []),
-    ("llama", {"attention_bias": True}, ["missing_keys", "q_proj.bias"]),
-    ("llama", {"mlp_bias": True}, ["missing_keys", "gate_proj.bias"]),
+    ("llama", {"attention_bias": True}, ["missing_keys", "k_proj.bias"]),
+    ("llama", {"mlp_bias": True}, ["missing_keys", "down_proj.bias"]),
     ("llama", {"rms_norm_eps": 1e-6}, ["rms_norm_eps=1e-06", "1e-05"]),
     ("llama", {"hidden_act": "gelu"}, [LOGITS]),
     ("llama", {"head_dim": 32}, ["head_dim=32", "16"]),

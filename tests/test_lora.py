@@ -236,6 +236,8 @@ def test_interrupted_twice_on_a_hugging_face_folder_equals_uninterrupted(folder,
     settings = ["--lora_dropout=0.1", "--weight_decay=0.1", "--lora_targets=q_proj,kv_b_proj,mlp"]
     check_resumed("chat_sft.py", args(folder, "none", f"--init_from={folder}/hf", *settings), tmp_path)
     assert load(tmp_path / "parts")["lora"]["path"] == f"{folder}/hf"
+    line = refused("export_hf.py", f"--checkpoint={tmp_path}/parts", f"--out_dir={folder}/hf", "--overwrite=True")
+    assert f"--out_dir={folder}/hf: holds the base" in line
 
 
 def test_two_ranks_train_the_adapters_of_one(folder, tuned):

@@ -426,6 +426,16 @@ def test_a_lowered_max_tokens_is_refused_before_the_end_too(python):
     assert contents(python / "unfinished") == before
 
 
+@pytest.mark.parametrize("removed", ["train_000001.bin", "val_000000.bin"])
+def test_a_removed_shard_is_missed_before_the_end_too(tmp_path, removed):
+    (tmp_path / "a.txt").write_text("text " * 4000)
+    args = ["--files=a.txt", "--tokenizer=bytes", "--shard_size=3000", "--val_tokens=1000", "--data_dir=out"]
+    prepare(tmp_path, *args, "--max_tokens=13000")
+    (tmp_path / "out" / "meta.json").unlink()  # as when a longer run is killed early
+    (tmp_path / "out" / removed).unlink()
+    assert f"{removed.split('_')[0]} shards are missing" in refusal(tmp_path, *args, "--max_tokens=18000")
+
+
 def test_shards_from_elsewhere_are_refused(tmp_path):
     write_shard(tmp_path / "[data]" / "fineweb_train_000001.bin", range(100))
     assert "progress.json" in refusal(tmp_path, *PYTHON, "--data_dir=[data]")
