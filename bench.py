@@ -41,7 +41,7 @@ from tokenizer import END_OF_TEXT, get_tokenizer
 # settings
 what: str = "train,chat,prep,decode"  # or some of them
 variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: arch, or arch+attention; they win over train_args
-nanogpt: str = ""  # train, decode: folder of a checkout of nanoGPT, which is the first row of each table then
+nanogpt: str = ""  # train, decode: folder of a checkout of nanoGPT, added as the first row of each table
 rounds: Positive = 3
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls

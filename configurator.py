@@ -118,12 +118,13 @@ def extra_settings(name):
 def load_extra(name, config, *settings):
     """
     Import extras/NAME.py and give its settings their values in `config`. Returns the module. If the file was deleted,
-    the program ends if there are `settings`, those that ask for the feature; else, as it is on by default, a line says
-    that it is left out, and this returns None.
+    the program ends if the feature was asked for: if one of `settings` is on in `config`. Otherwise prints that it is
+    left out, and returns None.
     """
     if not (EXTRAS / f"{name}.py").exists():
         for setting in settings:
-            fail(f"--{setting}={config[setting]}: needs extras/{name}.py, which is not here")
+            if config[setting]:
+                fail(f"--{setting}={config[setting]}: needs extras/{name}.py, which is not here")
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"extras/{name}.py is not here: running without it")
         return None

@@ -26,8 +26,8 @@ def to_device(array, device):
 class TokenDataset:
     """
     The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
-    (i + 1) T, both included, so every token but the first is a target once; the last tokens of a shard, fewer than a
-    row, are left out and counted in dropped_tokens.
+    (i + 1) T, both included, so every token but a shard's first is a target once; the last tokens of a shard, fewer
+    than a row, are left out and counted in dropped_tokens.
     """
 
     def __init__(self, data_dir, split, max_seq_len):

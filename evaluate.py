@@ -241,7 +241,8 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
                 text = text.partition("Question:")[0]  # the next one, which it makes up
             answer = {"text": text, "predicted": final_number(text)}
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
-        truncated += len(example["context"]) + max(map(len, choices or [ids])) - 1 > max_seq_len  # the last: unread
+        longest = max(map(len, choices or [ids]))
+        truncated += len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
 
     result = {}
     for norm in ("", "_norm"):

@@ -214,9 +214,11 @@ def load_hf(path):
             tensor.copy_(twin.get_parameter(name).data)
         compare_logits(twin, model, min(64, config.max_seq_len))
         del twin
-        facts = json.loads(run.read_bytes()) if run.exists() else None
-        return convert_checkpoint(model.state_dict(), config, path=str(path),
-                                  **({key: facts[key] for key in RUN_FACTS} if facts is not None else {}))
+        facts = {"path": str(path)}
+        if run.exists():
+            found = json.loads(run.read_bytes())
+            facts |= {key: found[key] for key in RUN_FACTS}
+        return convert_checkpoint(model.state_dict(), config, **facts)
 
 
 # -----------------------------------------------------------------------------
@@ -282,8 +284,9 @@ it from untrusted input. A base model has not learned the chat tokens, so it has
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes the model in `checkpoint`, any path that load_checkpoint takes, to the folder out_dir."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    replace = overwrite and run.exists() and folder.resolve() != Path(checkpoint).resolve()
-    if any(folder.glob("*")) and not (replace and all(key in run.read_text() for key in RUN_FACTS)):
+    text = run.read_text(errors="replace") if run.exists() else ""
+    replace = overwrite and all(key in text for key in RUN_FACTS) and folder.resolve() != Path(checkpoint).resolve()
+    if any(folder.glob("*")) and not replace:
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or, where it holds an export of another "
              f"checkpoint, --overwrite=True")
     model, loaded = load_model(checkpoint, "cpu")
@@ -316,7 +319,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,
             "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
             "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None}))
-        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded["stage"], twin))
+        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded["stage"], twin), encoding="utf-8")
         twin.save_pretrained(folder, max_shard_size=shard_size)
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # they are written for their owner alone

@@ -96,7 +96,7 @@ def tokenize(tokenizer, documents):
     Tokens of documents, (n,) uint16, <|endoftext|> before each, and the number of documents skipped: empty, no text,
     or refused by tiktoken, like about a million consecutive spaces.
     """
-    eot, pieces = np.uint32([tokenizer.eot_token]), []
+    eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
     for text in documents:
         with suppress(TypeError, ValueError):
             if text:

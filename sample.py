@@ -132,12 +132,9 @@ def generation_limits(tokenizer, chat):
 
 
 def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=False):
-    """
-    A loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids. All ranks call
-    it, since a sharded model needs them all.
-    """
+    """A loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids."""
     def hook(iter_num, done):
-        if iter_num == 0 and not chat:  # noise
+        if runtime.eval_share(model)[0] > 0 or iter_num == 0 and not chat:
             return {}
         torch.manual_seed(seed + iter_num)
         model.eval()
@@ -199,8 +196,8 @@ if __name__ == "__main__":
         text = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for token, in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                                       min_p=min_p, **limits):
+                for (token,) in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k,
+                                         top_p=top_p, min_p=min_p, **limits):
                     ids = [*ids, token]
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))

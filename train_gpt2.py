@@ -152,7 +152,7 @@ if sparsity:
     metrics.append(pruner.metrics)
 if config["optimizer"] == "adamw_spam":
     gradient_hooks.append(load_extra("spam", config, "optimizer").Spam(optimizer))
-rollback = load_extra("rollback", config, *(name for name in ("spike_loss", "spike_norm") if overrides.get(name)))
+rollback = load_extra("rollback", config, *overrides.keys() & {"spike_loss", "spike_norm"})
 guard = rollback and rollback.SpikeGuard(config, optimizer, scaler)
 if guard:
     state["health"] = guard

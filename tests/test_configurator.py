@@ -407,6 +407,10 @@ def test_a_deleted_extra_ends_the_run_if_asked_for_and_is_left_out_otherwise(scr
         assert ("extras/gone.py" in capsys.readouterr().out) == said
 
 
+def test_a_deleted_extra_that_is_turned_off_is_not_asked_for(toy, capsys):
+    assert load_extra("gone", {"sparsity": 0.0}, "sparsity") is None and capsys.readouterr().err == ""
+
+
 def test_help_lists_the_settings_of_extras(script, toy, capfd):
     with pytest.raises(SystemExit) as stop:
         configure(vars(script), ("toy", "gone"), argv=["--help"])
