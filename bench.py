@@ -13,6 +13,7 @@ of a row's tokens/s to the first row's in the same round, which changes less if 
 tables go to stdout, what the scripts print to stderr.
 """
 import json
+import math
 import re
 import runpy
 import shutil
@@ -47,7 +48,9 @@ device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls
 compile: bool = True  # torch.compile; chat, decode: next to uncompiled
 train_args: str = ""  # flags of train_gpt2.py; none: GPT-2 124M, on CPUs 6 layers of 384 and rows of 256
-train_iters: Positive = 15  # train, chat: steps a round, after one that is not counted; profile: before it
+train_iters: Positive = 15  # train: steps a round, after one that is not counted; profile: before it
+chat_iters: Positive = 100  # chat: the same
+ranks: Positive = 1  # chat: processes, which share the machine
 chat_args: str = "--max_seq_len=512"  # chat: flags of chat_sft.py; the model has the size of train_args
 context: Positive = 1024  # decode: tokens in the cache before the timed ones
 new_tokens: Positive = 64  # decode: tokens a round
@@ -83,20 +86,24 @@ train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # the last
 
 
 def compare(title, rows):
-    """rows: {label: function that returns {metric: number}}. Calls them in turns, rounds times; prints a table."""
+    """
+    rows: {label: function that returns {metric: number}}. Calls them in turns, rounds times. Prints a table and
+    returns its rows, as dicts.
+    """
     runs = {label: [] for label in rows}
     for i in range(rounds):
         for label, measure in rows.items():
             print(f"----- round {i + 1} of {rounds}: {label}", file=sys.stderr, flush=True)
             runs[label].append(measure())
     print(title)
-    first = next(iter(runs.values()))
+    first, medians = next(iter(runs.values())), {}
     for label, measured in runs.items():
         for run, reference in zip(measured, first):
             run["ratio"] = run["tok_per_sec"] / reference["tok_per_sec"]
-        medians = {metric: statistics.median(run[metric] for run in measured) for metric in measured[0]}
-        print(f"{label:24}", *(f"{metric} {value:<12,.3f}" for metric, value in medians.items()))
+        medians[label] = {metric: statistics.median(run[metric] for run in measured) for metric in measured[0]}
+        print(f"{label:24}", *(f"{metric} {value:<12,.3f}" for metric, value in medians[label].items()))
     print(flush=True)
+    return list(medians.values())
 
 
 def time_tokens(work):
@@ -106,9 +113,9 @@ def time_tokens(work):
     return {"tok_per_sec": n_tokens / (time.perf_counter() - start), "n_tokens": n_tokens}
 
 
-def run_script(script, *flags):
-    """Runs a script of ours to its end; if it fails, so does this program."""
-    code = subprocess.run([sys.executable, ROOT / script, *flags], stdout=sys.stderr).returncode
+def run_script(script, *flags, start=()):
+    """Runs a script of ours to its end; if it fails, so does this program. start: what python gets before it."""
+    code = subprocess.run([sys.executable, *start, ROOT / script, *flags], stdout=sys.stderr).returncode
     if code:
         raise SystemExit(code)
 
@@ -116,13 +123,15 @@ def run_script(script, *flags):
 # -----------------------------------------------------------------------------
 # training
 
-def time_steps(script, *flags):
+def time_steps(script, *flags, start=()):
     """Runs a training script. Returns metrics from its log, over all steps but the first."""
-    run_script(script, *flags)
-    steps = [entry for entry in map(json.loads, open(f"{folder}/out/log.jsonl")) if "tok_per_sec" in entry][1:]
+    run_script(script, *flags, start=start)
+    entries = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
+    steps = [entry for entry in entries if "tok_per_sec" in entry][1:]
     metrics = {name: statistics.median(step[name] for step in steps)
                for name in ("tok_per_sec", "mfu", "wait", "useful")}
-    return {**metrics, "peak_mem_mb": steps[-1]["peak_mem_mb"], "recompiles": steps[-1]["recompiles"]}
+    metrics |= {name: steps[-1][name] for name in ("peak_mem_mb", "recompiles", "train_loss")}
+    return {**metrics, "compile_s": sum(entry.get("compile_seconds", 0) for entry in entries)}
 
 
 # runs nanoGPT's train.py, then prints its tokens per step, and its peak memory, measured as in our loops
@@ -179,9 +188,20 @@ def bench_chat():
     with open(f"{folder}/chats.jsonl", "w") as f:
         f.writelines(json.dumps(conversation) + "\n" for conversation in python_conversations())
     flags = [*common, f"--init_from={folder}/base", f"--data={folder}/chats.jsonl", f"--chat_dir={folder}/rows",
-             *chat_args.split()]
-    compare(f"chat tuning: chat_sft.py {chat_args}", {
-        f"--compile={mode}": partial(time_steps, "chat_sft.py", *flags, f"--compile={mode}") for mode in modes})
+             f"--max_iters={chat_iters}", f"--gradient_accumulation_steps={ranks}", *chat_args.split()]
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    eager, *compiled = compare(f"chat tuning: chat_sft.py {chat_args}, {ranks} ranks", {
+        f"--compile={mode}": partial(time_steps, "chat_sft.py", *flags, f"--compile={mode}", start=start)
+        for mode in modes})
+    for row in compiled:
+        loss = row["train_loss"] / eager["train_loss"]
+        for what, value, least, most in (
+                (f"loss at step {chat_iters}", loss, 0.95, 1.05), ("tokens/s", row["ratio"], 1.3, math.inf),
+                ("memory", row["peak_mem_mb"] / eager["peak_mem_mb"], 0, 1.1),
+                ("seconds to compile", row["compile_s"], 0, 60)):
+            print(f"compiled against uncompiled, {what}: {value:.3f}, expected {least} to {most}: "
+                  f"{'pass' if least <= value <= most else 'FAIL'}")
+    print(flush=True)
 
 
 # -----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from tokenizer import chat_tokens, get_tokenizer, token_bytes
 out_dir: str = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
+save_interval: Positive | None = None  # steps between more saves, without an evaluation; None: none
 keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
 eval_interval: Positive = 100  # steps between evaluations; before each, but for step 0's, a checkpoint is saved
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same
@@ -101,7 +102,7 @@ rank, world_size, device = runtime.init_process(device)
 dtype = runtime.pick_dtype(dtype, device)
 autocast = runtime.autocast(device, dtype)
 scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
-micro_steps = runtime.local_grad_accum_steps(gradient_accumulation_steps, world_size)
+micro_steps = runtime.local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
@@ -194,7 +195,7 @@ log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dty
 if rank == 0 and (wandb_log or tensorboard):
     log.trackers = load_extra("trackers", config, "wandb_log" if wandb_log else "tensorboard").start(config)
 if options:
-    log(iter_num, event="compiled", seconds=seconds)
+    log(iter_num, event="compiled", compile_seconds=seconds)
 
 # -----------------------------------------------------------------------------
 # training loop; iter_num counts the steps taken
@@ -214,6 +215,9 @@ while True:
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
         checkpointer.evaluated(iter_num, val_loss)
+    elif save_interval and iter_num % save_interval == 0:
+        checkpointer.save(iter_num)
+        checkpointer.wait()
     if done:
         break
 

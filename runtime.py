@@ -75,12 +75,15 @@ def init_process(device):
     return rank(), world_size, device
 
 
-def local_grad_accum_steps(gradient_accumulation_steps, world_size):
+def local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size):
     """Micro-steps of each rank: the setting counts those of the whole job and must be divisible by world_size."""
     if gradient_accumulation_steps % world_size:
-        near = gradient_accumulation_steps // world_size * world_size
+        rows = batch_size * gradient_accumulation_steps
+        advice = f"{world_size} with --batch_size={rows // world_size} is the same {rows} rows per step"
+        if rows % world_size:
+            advice = f"{rows} rows per step cannot be shared equally"
         fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: expected a multiple of {world_size}, the "
-             f"number of ranks: {f'{near} or ' if near else ''}{near + world_size}")
+             f"number of ranks; {advice}")
     return gradient_accumulation_steps // world_size
 
 
@@ -224,6 +227,7 @@ def compile_options(config, device):
         print0(f"WARNING: torch.compile cannot work here ({error}): running uncompiled, slower")
     if config["compile"] and not error:
         return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
+    print0("not compiled")
 
 
 def wrap_model(orig_model, device, dtype, options, config):
@@ -252,7 +256,7 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
         return None
     start = time.perf_counter()
     if options:
-        print0("compiling ...")
+        print0(f"compiling, backend {options['backend']}, mode {options['mode'] or 'default'} ...")
     batch = {**batch, "targets": torch.full_like(batch["targets"], IGNORE)}
     with autocast:
         model(**batch).backward()
@@ -285,11 +289,22 @@ def set_gradient_sync(model, sync):
         model.require_backward_grad_sync = sync
 
 
+def full(tensor):
+    """A norm or the like of a model that may be sharded; then all ranks call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def clip_grad_norm(model, max_norm):
-    """Clips the gradients, but for a loss function's own, to max_norm (0: off). Returns their norm before."""
+    """
+    Clips the gradients, but for a loss function's own, to max_norm (0: off). Returns their norm before. If that is not
+    finite they stay as they are.
+    """
     params = [p for name, p in model.named_parameters() if not name.startswith("loss_fn.")]
-    norm = torch.nn.utils.clip_grad_norm_(params, max_norm or math.inf)
-    return (norm.full_tensor() if is_sharded(model) else norm).item()
+    total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = full(total).item()
+    if max_norm and math.isfinite(norm):
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return norm
 
 
 def eval_share(model):
@@ -303,7 +318,8 @@ def eval_share(model):
 FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl": "perplexity {:.2f}",
            "val_bpb": "{:.4f} bits per byte", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "ms": "{:.0f} ms",
            "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
-           "sparsity": "sparsity {:.2%}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}"}
+           "sparsity": "sparsity {:.2%}", "agreement": "agreement {:.1%}", "shape": "shape {}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}"}
+TRENDS = {"val_loss": 1, "loss_scale": -1}  # three times in a row in this direction is a warning
 
 
 class Logger:
@@ -316,13 +332,17 @@ class Logger:
 
     def __init__(self, out_dir, config, max_iters, loader, model, device, dtype, metrics, resumed_at):
         self.path, self.max_iters, self.loader, self.metrics = Path(out_dir) / "log.jsonl", max_iters, loader, metrics
-        self.device, self.dtype, self.trackers, self.sums = device, dtype, [], Counter()
+        self.model, self.device, self.dtype = model, device, dtype
+        self.trackers, self.sums, self.seconds, self.trends = [], Counter(), 0.0, {}
         self.flops_per_token = model.flops_per_token(loader.dataset.max_seq_len)
         self.peak_flops = peak_flops(device, dtype) * loader.world_size
         self.skipped, self.recompiles, self.graphs = 0, 0, graphs_compiled()
         if rank() == 0:
             if resumed_at is None:  # what an overwritten run left
                 self.path.unlink(missing_ok=True)
+            elif self.path.exists():
+                for seconds in re.findall(r'"seconds": ([0-9.]+)', self.path.read_text(errors="replace"))[-1:]:
+                    self.seconds = float(seconds)
             (self.path.parent / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if resumed_at is not None:
             print0(f"resumed at step {resumed_at}, {loader.rows_seen:,} rows seen")
@@ -340,8 +360,10 @@ class Logger:
         """Counts a step that is not finite, and says so; float16's loss scale finds its range that way."""
         self.skipped += 1
         if self.dtype != "float16" or not math.isfinite(loss_sum):
+            first = next((name for name, p in self.model.named_parameters()
+                          if p.grad is not None and not full(p.grad.abs().max()).isfinite()), "none")
             print0(f"WARNING: step {iter_num} is skipped, its {'norm' if math.isfinite(loss_sum) else 'loss'} is not "
-                   f"finite; {self.skipped} skipped so far")
+                   f"finite (first among its gradients: {first}); {self.skipped} skipped so far")
 
     def train(self, iter_num, **values):
         """Logs the steps since the last call: their mean loss, tokens/s, ..."""
@@ -349,14 +371,15 @@ class Logger:
             values = dict(**values, **metric())  # a name that is taken is an error
         sums, self.sums = self.sums, Counter()
         seconds, positions = sums["seconds"], sums["rows"] * self.loader.dataset.max_seq_len
+        self.seconds += seconds
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
         self(iter_num, train_loss=sums["loss_sum"] / max(sums["targets"], 1), ms=1000 * seconds / sums["steps"],
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], wait=wait_seconds / seconds,
              epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.device),
-             targets=sums["targets"], skipped=self.skipped, recompiles=self.recompiles,
-             **values)
+             targets=sums["targets"], skipped=self.skipped, recompiles=self.recompiles, seconds=self.seconds,
+             flops=self.flops_per_token * self.loader.tokens, **values)
 
     def __call__(self, iter_num, **values):
         if rank() > 0 or not values:
@@ -366,6 +389,12 @@ class Logger:
             shown.append(f"eta {datetime.timedelta(seconds=int(values['eta_seconds']))}")
         if shown:
             print(f"step {iter_num}/{self.max_iters}: {', '.join(shown)}", flush=True)
+        for name in TRENDS.keys() & values.keys():
+            last, times = self.trends.get(name, (values[name], 0))
+            times = times + 1 if TRENDS[name] * (values[name] - last) > 0 else 0
+            self.trends[name] = values[name], times
+            if times >= 3:
+                print(f"WARNING: {name} {'rose' if TRENDS[name] > 0 else 'fell'} {times} times in a row", flush=True)
         values = {"iter": iter_num, "tokens": self.loader.tokens, **values}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it

@@ -23,6 +23,7 @@ from model import IGNORE, LOSS_CHUNK, linear_cross_entropy
 teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
 teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
 learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
+shard_teacher: bool = False  # shard it over the ranks (fsdp.py), beside a student that is not
 teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off, run it in each step
 
 
@@ -51,7 +52,7 @@ class DistillLoss(torch.autograd.Function):
         dx, weight_x, V, u = torch.empty_like(x), weight.to(x.dtype), weight.size(0), 1 / T
         # a scalar where the head is frozen (LoRA): autograd ignores the gradient of what needs none
         dweight = torch.zeros_like(weight if ctx.needs_input_grad[1] else T, dtype=torch.float32)
-        ce, kl, dT = 0.0, 0.0, torch.zeros_like(T)
+        ce, kl, agree, dT = 0.0, 0.0, 0, torch.zeros_like(T)
         k = teacher_cache
         for xc, dxc, tc, t in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
             logits = (xc @ weight_x.t()).float()  # (chunk, V)
@@ -66,6 +67,8 @@ class DistillLoss(torch.autograd.Function):
                 log_count[k] = math.log(V - k)
             else:
                 t, s, log_count = (t @ teacher_head.t()).float(), logits, 0.0  # (chunk, V)
+            favourite = ids[:, :1] if k else t.argmax(-1, keepdim=True)  # the teacher's; a cache begins with it
+            agree += ((logits.argmax(-1, keepdim=True) == favourite) & valid).sum()
             log_p = t * u - row_lse(t * u + log_count)
             probs, log_ratio = (log_p + log_count).exp(), log_p - (s * u - lse_T)
             ce += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
@@ -87,7 +90,7 @@ class DistillLoss(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 dweight += dlogits.t() @ xc
         ctx.save_for_backward(dx, dweight.to(weight.dtype), w * dT)
-        return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, (targets != IGNORE).sum()))
+        return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, agree, (targets != IGNORE).sum()))
 
     @staticmethod
     def backward(ctx, grad_loss, _):
@@ -110,7 +113,7 @@ class Distillation(nn.Module):
             fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
         log_T = torch.tensor([math.log(teacher_temperature)], device=device)
         self.log_temperature = nn.Parameter(log_T) if learn_temperature else log_T
-        self.sums = nn.Buffer(torch.zeros(3, device=device), persistent=False)  # CE, KL, targets
+        self.sums = nn.Buffer(torch.zeros(4, device=device), persistent=False)  # CE, KL, agreements, targets
         self.dtype = getattr(torch, dtype)
         net, checkpoint = load_model(config["teacher"], "cpu")
         check_tokenizer("the student", dataset.tokenizer, checkpoint)
@@ -119,8 +122,8 @@ class Distillation(nn.Module):
                  f"most that")
         self.digest = digest_weights({**checkpoint["model_args"], "dropout": 0.0}, net.state_dict())
         net.requires_grad_(False)
-        if config["fsdp"]:
-            load_extra("fsdp", config, "fsdp").apply_fsdp(net, device, dtype, options)
+        if config["fsdp"] or shard_teacher:
+            load_extra("fsdp", config, "shard_teacher").apply_fsdp(net, device, dtype, options)
         else:
             net.to(device)
             if options:
@@ -163,9 +166,10 @@ class Distillation(nn.Module):
         del self.teacher_forward  # frees its memory
 
     def metrics(self):
-        ce, kl, n = runtime.all_reduce(*self.sums)
+        ce, kl, agree, n = runtime.all_reduce(*self.sums)
         self.sums.zero_()
-        return {"ce_loss": ce / n, "kl_loss": kl / n, "temperature": self.log_temperature.exp().item()}
+        return {"ce_loss": ce / n, "kl_loss": kl / n, "agreement": agree / n,
+                "temperature": self.log_temperature.exp().item()}
 
     def state_dict(self, **_):  # of its own in a checkpoint; the model's has nothing of the loss function
         return {"digest": self.digest, "log_temperature": self.log_temperature.item()}

@@ -49,9 +49,10 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
             bad = [f"; {name}: {norm:.1e}" for name, norm in norms.items() if not least < norm < math.inf]
             report(not bad, f"{len(norms) - len(bad)} of {len(norms)} parameters get a gradient, finite and not tiny"
                             f"{''.join(bad[:5])}")
-            dead = [f"; {name}" for name, p in params.items()
-                    if name.endswith(MLP_INPUTS) and (p.grad == 0).all(1).float().mean() > 0.5]
-            report(not dead, f"more than half of the units are dead in {len(dead)} MLPs{''.join(dead[:5])}")
+            dead = {name: (p.grad == 0).all(1).float().mean() for name, p in params.items()
+                    if name.endswith(MLP_INPUTS)}
+            bad = [f"; {name}: {share:.0%}" for name, share in dead.items() if share > 0.05]
+            report(not bad, f"more than 5 % of the units are dead in {len(bad)} MLPs{''.join(bad[:5])}")
         torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)

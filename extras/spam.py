@@ -6,19 +6,22 @@ loop still does, after this: where norms are many times grad_clip, v is small an
 --grad_clip=0 there.
 """
 import math
+from typing import Annotated
 
 import torch
 
-from configurator import Positive
+from configurator import NonNegative, Positive
 
 spam_interval: Positive = 500  # steps between momentum resets
+spam_warmup: NonNegative | None = None  # steps in which the rate rises after a reset; None: 150, at most 0.3 intervals
+spam_theta: Annotated[float, 1, math.inf] = 5000.0  # a spike is an element whose square is over theta times v
 
 
 class Spam:
     """
     A gradient hook. Every spam_interval steps the moments, and the step count that corrects their bias (the authors
-    keep it), start at zero again, and the learning rate rises from a hundredth along half a cosine over the next 150
-    (at most 0.3 spam_interval). iter_num alone determines all of it, so there is nothing to save.
+    keep it), start at zero again, and the learning rate rises from a hundredth along half a cosine over the next
+    spam_warmup. iter_num alone determines all of it, so there is nothing to save.
     """
 
     def __init__(self, optimizer):
@@ -27,11 +30,12 @@ class Spam:
     @torch.no_grad()
     def __call__(self, iter_num):
         """
-        Each element g of a gradient with g^2 > 5000 v becomes sign(g) sqrt(5000 v), v being its second moment before
+        Each element g of a gradient with g^2 > theta v becomes sign(g) sqrt(theta v), v being its second moment before
         this step. One whose v is zero stays, as does one that is not finite: the loop looks for those. None is
         clipped in the first 20 steps (at most 0.04 spam_interval) after a reset, in which v is not settled.
         """
-        since, warmup = iter_num % spam_interval, min(150, 0.3 * spam_interval)  # steps
+        since = iter_num % spam_interval  # steps
+        warmup = min(150, 0.3 * spam_interval) if spam_warmup is None else spam_warmup
         for group in self.optimizer.param_groups:
             if iter_num >= spam_interval and since < warmup:
                 group["lr"] *= 1 - 0.99 * 0.5 * (1 + math.cos(math.pi * since / warmup))
@@ -46,5 +50,5 @@ class Spam:
                     g, v = p.grad, state["exp_avg_sq"]
                     if hasattr(g, "to_local"):  # FSDP: element by element, so each rank does its own
                         g, v = g.to_local(), v.to_local()
-                    limit = (5000 * v).sqrt()
+                    limit = (spam_theta * v).sqrt()
                     g.copy_(torch.where((v > 0) & g.isfinite(), g.clamp(-limit, limit), g))

@@ -46,6 +46,18 @@ def test_snapshots_and_the_best_are_kept_without_a_copy(shards, tmp_path):
     assert [load(tmp_path, name)["iter_num"] for name in ("ckpt_best.pt", "ckpt.pt")] == [20, 22]
 
 
+def test_saves_between_evaluations_resume_and_the_best_stays_that_of_an_evaluation(shards, tmp_path):
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/a", "--max_iters=8",
+        "--lr_decay_iters=8", "--eval_interval=4", "--save_interval=3", "--keep_interval=3")
+    names = "ckpt_3.pt", "ckpt_6.pt", "ckpt_best.pt", "ckpt.pt"
+    assert [load(tmp_path / "a", name)["iter_num"] for name in names] == [3, 6, 8, 8]
+    assert [load(tmp_path / "a", name)["val_iter"] for name in names] == [0, 4, 8, 8]
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / "ckpt_6.pt", tmp_path / "b" / "ckpt.pt")
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}/b")
+    assert same(load(tmp_path / "a")["model"], load(tmp_path / "b")["model"])
+
+
 def test_killed_while_writing_there_is_always_a_whole_checkpoint(tmp_path):
     """At each moment between the calls that touch the disk."""
     (tmp_path / "script.py").write_text(f"""

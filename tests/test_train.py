@@ -2,7 +2,7 @@
 import json
 import math
 import re
-import runpy
+import types
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import runtime
 from configurator import extra_settings, read_config_file
-from conftest import (ROOT, TINY, check_compiled, check_same_run, load, patched, read_log, refused, run, same,
-                      write_shards)
+from conftest import (ROOT, TINY, check_compiled, check_same_run, defaults, load, patched, read_log, refused, run,
+                      same, write_shards)
 from dataloader import TokenDataset
 from model import GPT, GPTConfig
 
@@ -110,21 +110,35 @@ def test_interrupted_twice_equals_uninterrupted(shards, tmp_path, extra, ranks):
     assert resumes == [(5, 5 * 256), (15, 15 * 256)]
 
 
-@pytest.mark.parametrize("preset", ["quickstart", "gpt2_baseline", "gpt2_mla", "speedrun"])
+PRESETS = ["gpt2_baseline", "gpt2_mla", "gpt2_spam", "speedrun"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_trains_on_the_same_rows_with_1_2_4_and_8_ranks(preset):
+    settings = {**defaults("train_gpt2.py"), **read_config_file(f"{ROOT}/config/{preset}.py")}
+    batch_size, accumulation = settings["batch_size"], settings["gradient_accumulation_steps"]
+    for ranks in (1, 2, 4, 8):
+        assert ranks * batch_size * runtime.local_grad_accum_steps(accumulation, ranks, batch_size) == 128
+
+
+@pytest.mark.parametrize("preset", ["quickstart", *PRESETS])
 def test_a_preset_is_what_it_says_and_starts(shards, tmp_path, preset):
+    if preset == "gpt2_spam" and not (extra_settings("spam") and extra_settings("prune")):
+        pytest.skip("extras/spam.py or extras/prune.py is not here")
     small = [flag for flag in TINY if not flag.startswith(("--learning_rate", "--warmup", "--gradient"))]
     run("train_gpt2.py", f"{ROOT}/config/{preset}.py", *small, f"--data_dir={shards}", f"--out_dir={tmp_path}",
-        "--max_iters=1", "--warmup_iters=0", *(["--kv_lora_rank=8"] if preset == "gpt2_mla" else []))
+        "--max_iters=1", "--warmup_iters=0", *{"gpt2_mla": ["--kv_lora_rank=8"],
+                                               "gpt2_spam": ["--prune_begin=0"]}.get(preset, []))
     config = load(tmp_path)["config"]
-    if preset in ("gpt2_baseline", "gpt2_mla"):  # 128 rows a step, 10,000 steps
-        stated = runpy.run_path(f"{ROOT}/config/{preset}.py")
-        assert stated["batch_size"] * stated["gradient_accumulation_steps"] == 128 and stated["max_iters"] == 10_000
-        assert (config["arch"], config["optimizer"], config["learning_rate"]) == ("gpt2", "adamw", 6e-4)
+    if preset.startswith("gpt2"):  # 10,000 steps
+        assert read_config_file(f"{ROOT}/config/{preset}.py")["max_iters"] == 10_000
+        assert (config["arch"], config["learning_rate"]) == ("gpt2", 6e-4)
     if preset == "quickstart":  # takes every setting of the recipe
         recipe, stated = (read_config_file(f"{ROOT}/config/{name}.py") for name in ("speedrun", "quickstart"))
         assert recipe and recipe.items() <= stated.items()
     assert config["attention"] == ("mla" if preset == "gpt2_mla" else "mha")
-    assert config["optimizer"] == ("muon" if preset in ("quickstart", "speedrun") else "adamw")
+    optimizers = {"quickstart": "muon", "speedrun": "muon", "gpt2_spam": "adamw_spam"}
+    assert config["optimizer"] == optimizers.get(preset, "adamw")
 
 
 @pytest.mark.parametrize("ranks, batch_size, accumulation", [(1, 1, 8), (2, 4, 2), (8, 1, 8)])
@@ -202,7 +216,7 @@ def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
 def test_a_step_that_is_not_finite_is_skipped(shards, tmp_path, ranks):
     output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--learning_rate=1e30",
                  "--warmup_iters=0", "--grad_clip=0", "--max_iters=4", "--sample_tokens=0", ranks=ranks)
-    assert output.count("is not finite; 1 skipped so far") == 1
+    assert len(re.findall(r"is not finite \(first among its gradients: \S+\); 1 skipped so far", output)) == 1
     assert read_log(tmp_path, "skipped")["skipped", 4] >= 1
     assert all(tensor.isfinite().all() for tensor in load(tmp_path)["model"].values())
 
@@ -296,10 +310,49 @@ def test_an_out_dir_that_cannot_be_written_is_found_before_training(shards, tmp_
 
 
 def test_ranks_that_do_not_divide_are_refused_with_the_values_that_do(shards, tmp_path):
-    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}",
-                 "--gradient_accumulation_steps=3", ranks=2, code=2)
-    assert "error: --gradient_accumulation_steps=3: expected a multiple of 2, the number of ranks: 2 or 4" in output
-    assert output.count("error:") == 1
+    for batch_size, words in ((6, "; 2 with --batch_size=9 is the same 18 rows per step"),
+                              (5, "; 15 rows per step cannot be shared equally")):
+        output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", ranks=2, code=2,
+                     *["--gradient_accumulation_steps=3", f"--batch_size={batch_size}"])
+        assert ("error: --gradient_accumulation_steps=3: expected a multiple of 2, the number of ranks" + words
+                in output and output.count("error:") == 1)
+
+
+@pytest.mark.parametrize("name, values, warned", [
+    ("val_loss", [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.2, 2.3], [4, 5]), ("val_loss", [1.0, math.nan, 2.0, 3.0], []),
+    ("loss_scale", [64.0, 32.0, 32.0, 16.0, 8.0, 4.0, 8.0], [5])])
+def test_what_gets_worse_three_times_in_a_row_is_a_warning(tmp_path, capsys, name, values, warned):
+    gpt, loader = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8)), types.SimpleNamespace(
+        dataset=types.SimpleNamespace(max_seq_len=8), world_size=1, tokens=0)
+    log = runtime.Logger(tmp_path, {}, 9, loader, gpt, torch.device("cpu"), "float32", [], None)
+    for i, value in enumerate(values):
+        capsys.readouterr()
+        log(i, **{name: value})
+        assert ("WARNING" in capsys.readouterr().out) == (i in warned), i
+
+
+def test_seconds_and_flops_go_on_after_a_resume(shards, tmp_path):
+    args = [*TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--sample_tokens=0"]
+    run("train_gpt2.py", *args, "--max_iters=3")
+    run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=5")
+    log = read_log(tmp_path, "seconds", "flops", "ms", "tokens")
+    assert log["seconds", 5] == pytest.approx(sum(log["ms", i] for i in range(1, 6)) / 1000)
+    gpt = GPT(GPTConfig(**load(tmp_path)["model_args"]))
+    assert log["flops", 5] == gpt.flops_per_token(32) * log["tokens", 5] == log["flops", 1] * 5
+
+
+@pytest.mark.parametrize("flags", [["--compile_mode=default"], ["--compile_mode=reduce-overhead"],
+                                   ["--compile_mode=max-autotune"], ["--compile_backend=inductor"],
+                                   ["--compile_backend=aot_eager"], ["--compile_backend=eager"], ["--compile=False"]],
+                         ids=lambda flags: flags[0].strip("-"))
+def test_each_way_to_compile_runs_and_is_named(shards, tmp_path, flags):
+    output = run("train_gpt2.py", *TINY, "--compile=True", *flags, f"--data_dir={shards}", f"--out_dir={tmp_path}",
+                 "--max_iters=2", "--n_layer=1", "--sample_tokens=0")
+    name, value = flags[0].strip("-").split("=")
+    backend, mode = (value if name == key else usual
+                     for key, usual in (("compile_backend", "inductor"), ("compile_mode", "default")))
+    assert ("not compiled" if name == "compile" else f"compiling, backend {backend}, mode {mode}") in output
+    assert set(read_log(tmp_path, "recompiles").values()) == {0}
 
 
 def test_another_runs_checkpoint_is_overwritten_only_on_request(shards, tmp_path):
@@ -382,7 +435,7 @@ def test_weights_that_are_not_finite_give_no_text_and_no_traceback(trained, tmp_
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     assert "not finite" in refused("sample.py", f"--checkpoint={tmp_path}/ckpt.pt")
     output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=21")
-    assert "(none: the model's logits are not finite" in output and "is not finite; 1 skipped so far" in output
+    assert "(none: the model's logits are not finite" in output and "; 1 skipped so far" in output
 
 
 def test_a_terminal_that_cannot_show_a_character_stops_nothing(shards, trained, tmp_path):
