@@ -6,9 +6,9 @@ Turns a base model into a chat model: supervised fine-tuning on conversations.
     python chat_sft.py --print_batch=True                             # what is trained on, token by token
     python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (bit-exact)
 
-Rows have one fixed length, max_seq_len, so the compiled model sees one shape: whole conversations are packed into
-them, with attention inside each conversation only, or with --pack=False each is padded to a row of its own. The loss
-is on assistant tokens only. The loop is train_gpt2.py's; what differs is the data, and the targets, counted per step.
+Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default as many whole conversations
+as fit are packed into a row, with attention inside each only, and the rest of the row is padding; with --pack=False
+each conversation is padded to a row of its own. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's; what differs is the data, and the targets, counted per step.
 """
 import math
 import os
