@@ -24,7 +24,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matm
 compile: bool = True  # torch.compile; chat, decode: next to uncompiled
 train_args: str = ""  # flags of train_gpt2.py; none: GPT-2 124M, on CPUs 6 layers of 384 and rows of 256
 train_iters: Positive = 15  # train: steps a round, after one that is not counted; profile: before it
-chat_iters: Positive = 100  # chat: the same
+chat_iters: Annotated[int, 2, math.inf] = 100  # chat: steps a round; the first is not counted
 ranks: Positive = 1  # chat: processes, which share the machine
 chat_args: str = "--max_seq_len=512"  # chat: flags of chat_sft.py; the model has the size of train_args
 context: Positive = 1024  # decode: tokens in the cache before the timed ones

@@ -7,7 +7,7 @@ import torch
 import runtime
 from conftest import refused, run
 
-TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--train_iters=2", "--context=16", "--new_tokens=3",
+TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--train_iters=2", "--chat_iters=2", "--context=16", "--new_tokens=3",
         "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2",
         "--chat_args=--max_seq_len=64 --batch_size=1"]
 
@@ -61,12 +61,24 @@ def test_bench_prints_its_tables(gpt2_vocabulary, tmp_path):
         assert number(row["peak_mem_mb"]) > 100 and 0 <= number(row["wait"]) <= 1 and row["recompiles"] == "0.000"
 
     assert [*chat] == ["--compile=False"] and number(chat["--compile=False"]["tok_per_sec"]) > 0
+    assert number(chat["--compile=False"]["train_loss"]) > 0
     assert 0 < number(chat["--compile=False"]["useful"]) <= 1
     assert [*prep] == ["tiktoken", "prepare_data.py"]  # both count the same tokens
     assert prep["tiktoken"]["n_tokens"] == prep["prepare_data.py"]["n_tokens"]
     assert number(prep["tiktoken"]["n_tokens"]) > 8000
     assert {row: metrics["n_tokens"] for row, metrics in decode.items()} == {
         "nanoGPT": "8.000", "gpt2 --compile=False": "3.000", "gpt2+mla --compile=False": "3.000"}
+
+
+def test_compiled_chat_tuning_is_compared_with_uncompiled(tmp_path):
+    """Two ranks; a step of this size gains nothing from compiling, so the tokens/s may fail. The loss is the same."""
+    args = [arg for arg in TINY if arg != "--compile=False"]
+    output = run("bench.py", *args, "--what=chat", "--ranks=2", "--chat_args=--max_seq_len=64 --batch_size=1")
+    verdicts = re.findall(r"compiled against uncompiled, (.*): (\S+), expected (\S+) to (\S+): (pass|FAIL)", output)
+    assert [what for what, *_ in verdicts] == ["loss at step 2", "tokens/s", "memory", "seconds to compile"]
+    for what, value, least, most, verdict in verdicts:
+        assert (float(least) <= float(value) <= float(most)) == (verdict == "pass"), what
+    assert verdicts[0][-1] == "pass" and ", 2 ranks" in output
 
 
 def test_bench_refuses_what_it_cannot_time(tmp_path):

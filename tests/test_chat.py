@@ -143,6 +143,20 @@ def test_compiled_equals_eager_without_a_recompile(base, chats, tmp_path, ranks,
             "--max_iters=22", f"--chat_dir={tmp_path}/rows", ranks=ranks)
 
 
+def test_padded_to_2048_positions_every_step_has_one_shape(shards, chats, tmp_path):
+    """--pack=False at the defaults' shape, (4, 2048): printed, logged, and compiled the same."""
+    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/base", "--max_seq_len=2048",
+        "--batch_size=1", "--max_iters=1", "--n_layer=1", "--sample_tokens=0")
+    for name, compile in (("eager", False), ("compiled", True)):
+        output = run("chat_sft.py", f"--init_from={tmp_path}/base", f"--data={chats}", f"--chat_dir={tmp_path}/rows",
+                     f"--out_dir={tmp_path / name}", "--pack=False", "--gradient_accumulation_steps=1",
+                     "--max_iters=3", "--log_interval=1", "--eval_iters=1", "--device=cpu", "--dtype=float32",
+                     "--sample_tokens=0", f"--compile={compile}")
+        assert "3 steps of 4 rows of 2048" in output and output.count("shape [4, 2048]") == 3
+        assert set(map(tuple, read_log(tmp_path / name, "shape").values())) == {(4, 2048)}
+    check_compiled(tmp_path)
+
+
 def test_both_loops_score_tasks_at_evaluations_and_all_problems_at_the_end(shards, base, chats, tmp_path):
     (tmp_path / "tasks" / "hellaswag").mkdir(parents=True)
     problems = [json.dumps({"ind": i, "ctx": "the cat", "endings": ["sat", "ran", "on", f"{i}"], "label": str(i % 4)})

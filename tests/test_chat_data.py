@@ -278,6 +278,27 @@ def test_a_row_is_shown_token_by_token(tmp_path):
         f"{hi}\n\n(padding: 0 of 9 positions)", f"{ho}\n\n(padding: 2 of 9 positions)"}
 
 
+def test_padded_and_packed_rows_have_the_loss_of_each_conversation_alone(tmp_path):
+    """The total over a data set, and how many targets it is over."""
+    rng = np.random.default_rng(0)
+    talks = [turns("q" * int(rng.integers(1, 20)), "a" * int(rng.integers(1, 20))) for _ in range(60)]
+    data = jsonl(tmp_path / "a.jsonl", talks)
+    gpt, totals = new_gpt("llama", max_seq_len=64, vocab_size=384).eval(), []
+    with torch.no_grad():
+        for pack in (True, False):
+            dataset, _, _ = build(tmp_path / "rows", data, data, pack=pack)
+            losses = [gpt(**dataset.get_batch(np.array([i]), CPU)).item() for i in range(len(dataset))]
+            totals.append((sum(losses), dataset.count_targets(np.arange(len(dataset)))[0]))
+        nats, n = 0.0, 0
+        for talk in talks:
+            ids, trained = render_chat(BYTES, talk)
+            log_probs = gpt(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+            answers = [i for i, on in enumerate(trained[1:]) if on]
+            nats, n = nats - sum(log_probs[i, ids[i + 1]].item() for i in answers), n + len(answers)
+    for total, targets in totals:
+        assert total == pytest.approx(nats, rel=1e-5) and targets == n
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name in ("gpt2", "llama", "gpt2_mla", "llama_mla")])
 def test_packed_loss_is_the_loss_of_each_conversation_alone(name, compiled):

@@ -12,10 +12,10 @@ import pytest
 from conftest import ROOT, TINY
 
 SCRIPTS = ("train_gpt2.py", "chat_sft.py", "prepare_data.py", "sample.py", "evaluate.py", "export_hf.py", "bench.py")
-# what asks for each file; plot is on by default and asked for by nothing
+# what asks for each file; plot is on by default, compare is a script: nothing asks for them
 ASKED = {"distill": "--teacher=out/ckpt.pt", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam", "fsdp": "--fsdp=True",
          "rollback": "--spike_loss=2", "sanity": "--sanity_check=True", "trackers": "--tensorboard=True",
-         "lora": "--lora_rank=2", "plot": None}
+         "lora": "--lora_rank=2", "plot": None, "compare": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
 
 # runs several commands in one go, each in a process of its own: a fork that has imported torch, and nothing of ours

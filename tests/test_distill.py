@@ -165,7 +165,9 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(student):
                               logits.flatten(0, 1))
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     n = (batch["targets"] != IGNORE).sum().item()
-    logged = {"ce_loss": terms[0].item() / n, "kl_loss": terms[1].item() / n, "temperature": 2.0}
+    agree = (gpt(batch["idx"]).argmax(-1) == logits.argmax(-1))[batch["targets"] != IGNORE]
+    logged = {"ce_loss": terms[0].item() / n, "kl_loss": terms[1].item() / n, "temperature": 2.0,
+              "agreement": agree.float().mean().item()}
     assert distillation.metrics() == pytest.approx(logged, rel=1e-5)
     gpt(**batch, **distillation.teacher_forward(batch))
     assert distillation.metrics() == pytest.approx(logged, rel=1e-5)  # of the steps since the last call
@@ -209,7 +211,7 @@ def fill(cache, indices, hidden, head, fail_after=99):
         asked.append(batch["idx"].tolist())
         return {"teacher": hidden[batch["idx"]], "teacher_head": head}
 
-    distillation = SimpleNamespace(teacher_forward=teacher_forward, sums=torch.zeros(3))
+    distillation = SimpleNamespace(teacher_forward=teacher_forward, sums=torch.zeros(4))
     dataset = SimpleNamespace(get_batch=lambda indices, device: {"idx": torch.from_numpy(indices)})
     loader = SimpleNamespace(world_size=1, rank=0, batch_size=2, dataset=dataset, device="cpu")
     cache.fill(np.array(indices), distillation, loader)

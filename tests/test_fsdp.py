@@ -90,12 +90,16 @@ def test_a_sharded_model_is_tuned_like_a_whole_one(trained, tmp_path, extra):
 
 @pytest.mark.skipif(not extra_settings("distill"), reason="extras/distill.py is not here")
 def test_a_sharded_teacher_is_the_teacher(shards, trained, tmp_path):
-    """Of another width than its student, which is sharded too."""
+    """Of another width than its student, which is sharded too, or whole on each rank."""
     args = [*TINY, f"--data_dir={shards}", "--n_embd=16", f"--teacher={trained}", "--teacher_temperature=2",
             "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0"]
     run("train_gpt2.py", *args, f"--out_dir={tmp_path}/whole")
-    run("train_gpt2.py", *args, f"--out_dir={tmp_path}/sharded", "--fsdp=True", ranks=2)
-    keys = "train_loss", "ce_loss", "kl_loss", "temperature", "val_loss", "grad_norm"
-    whole, sharded = (read_log(tmp_path / name, *keys) for name in ("whole", "sharded"))
-    assert whole.keys() == sharded.keys() and len(whole) == 6 * 5 + 4
-    assert all(sharded[key] == pytest.approx(value, abs=1e-4) for key, value in whole.items())
+    keys = "train_loss", "ce_loss", "kl_loss", "agreement", "temperature", "val_loss", "grad_norm"
+    whole = read_log(tmp_path / "whole", *keys)
+    for flag in ("--fsdp=True", "--shard_teacher=True"):
+        run("train_gpt2.py", *args, f"--out_dir={tmp_path}/{flag}", flag, ranks=2)
+        sharded = read_log(tmp_path / flag, *keys)
+        assert whole.keys() == sharded.keys() and len(whole) == 6 * 6 + 4
+        assert all(sharded[key] == pytest.approx(value, abs=1e-4) for key, value in whole.items())
+    assert "--shard_teacher=True" in run("train_gpt2.py", *args, "--shard_teacher=True", f"--out_dir={tmp_path}/one",
+                                         code=2)

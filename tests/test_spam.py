@@ -106,6 +106,21 @@ def test_moments_are_reset_and_the_rate_warms_up_again(monkeypatch):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
 
 
+def test_theta_and_warmup_are_settings(monkeypatch):
+    """As config/gpt2_spam.py has them: g^2 > 50 v, and 1,000 steps of warm-up after each 1,000."""
+    for name, value in (("spam_theta", 50.0), ("spam_interval", 1000), ("spam_warmup", 1000)):
+        monkeypatch.setattr(spam, name, value)
+    for step, factor in ((999, 1), (1000, 0.01), (1500, 0.505), (2000, 0.01)):
+        p, optimizer, hook = with_moments()
+        set_lr(optimizer, 2e-4, step)
+        p.grad = torch.ones(1000)
+        hook(step)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
+        clipped = torch.linspace(0, 1e-3, 1000).mul(50).sqrt()  # all but the first, whose v is zero
+        expected = torch.cat((torch.ones(1), clipped[1:])) if step % 1000 >= 20 else torch.ones(1000)
+        torch.testing.assert_close(p.grad, expected)
+
+
 # ---------------------------------------------------------------------------------------------------
 # runs
 

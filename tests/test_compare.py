@@ -1,0 +1,35 @@
+"""extras/compare.py: a table over settings and seeds, which is resumed and not repeated."""
+import json
+import re
+
+import pytest
+
+from conftest import TINY, read_log, refused, run
+
+ARGS = ["--runs=--learning_rate=1e-3;--optimizer=muon", "--seeds=2"]
+
+
+def test_runs_are_compared_once_and_resumed(shards, tmp_path):
+    small = f"--args={' '.join(TINY)} --max_iters=4 --eval_interval=2 --sample_tokens=0 --data_dir={shards}"
+    output = run("extras/compare.py", *ARGS, small, f"--out_dir={tmp_path}")
+    folders = sorted(tmp_path.iterdir())
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    assert len(results) == 4 and len({result["val_loss"] for result in results}) == 4
+    for folder, result in zip(folders, results):
+        assert result["val_loss"] == read_log(folder, "val_loss")["val_loss", 4]
+    table = output.partition("over 2 seeds\n")[2].splitlines()[:2]
+    for flags, line in zip(("--learning_rate=1e-3", "--optimizer=muon"), table):
+        losses = [result["val_loss"] for result in results if flags in result["command"]]
+        mean, spread = map(float, re.search(r"val_loss (\S+) \+/- (\S+),", line).groups())
+        assert line.startswith(flags) and mean == pytest.approx(sum(losses) / 2, rel=1e-4)
+        assert spread == pytest.approx(abs(losses[0] - losses[1]) / 2 ** 0.5, rel=0.06)
+    (folders[0] / "result.json").unlink()  # as if it had been killed before
+    again = run("extras/compare.py", *ARGS, small, f"--out_dir={tmp_path}")
+    assert again.count("resumed at step 4") == 1 == again.count("done after 4 steps")
+    assert again.partition("over 2 seeds\n")[2].splitlines()[:2] == table
+    assert "give another folder" in refused("extras/compare.py", *ARGS, small + " --min_lr=0", f"--out_dir={tmp_path}")
+
+
+def test_a_run_that_fails_is_named(tmp_path):
+    output = run("extras/compare.py", "--runs=--batch_size=0", f"--out_dir={tmp_path}", code=2)
+    assert "--batch_size=0: expected at least 1" in output and "--runs: train_gpt2.py" in output
