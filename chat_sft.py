@@ -8,7 +8,8 @@ Turns a base model into a chat model: supervised fine-tuning on conversations.
 
 Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default as many whole conversations
 as fit are packed into a row, with attention inside each only, and the rest of the row is padding; with --pack=False
-each conversation is padded to a row of its own. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's; what differs is the data, and the targets, counted per step.
+each conversation is padded to a row of its own. The loss is the same either way, on assistant tokens only. The loop is
+train_gpt2.py's; what differs is the data, and the targets, counted per step.
 """
 import math
 import os

@@ -318,7 +318,8 @@ def eval_share(model):
 FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl": "perplexity {:.2f}",
            "val_bpb": "{:.4f} bits per byte", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "ms": "{:.0f} ms",
            "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
-           "sparsity": "sparsity {:.2%}", "agreement": "agreement {:.1%}", "shape": "shape {}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}"}
+           "sparsity": "sparsity {:.2%}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}",
+           "agreement": "agreement {:.1%}", "shape": "shape {}"}
 TRENDS = {"val_loss": 1, "loss_scale": -1}  # three times in a row in this direction is a warning
 
 
