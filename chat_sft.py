@@ -256,7 +256,7 @@ while True:
 
     # log; padding is not counted as tokens
     log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=global_batch_size,
-             seconds=time.perf_counter() - t0)
+             clipped=grad_norm > grad_clip > 0, seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm, shape=list(batch["idx"].shape))
     optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients

@@ -350,7 +350,7 @@ class Logger:
             self(resumed_at, event="resume")
 
     def step(self, **sums):
-        """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, seconds."""
+        """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
         self.sums.update(sums, steps=1)
         if graphs_compiled() > self.graphs + self.recompiles:
             self.recompiles = graphs_compiled() - self.graphs
@@ -379,7 +379,8 @@ class Logger:
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], wait=wait_seconds / seconds,
              epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.device),
-             targets=sums["targets"], skipped=self.skipped, recompiles=self.recompiles, seconds=self.seconds,
+             targets=sums["targets"], clipped=sums["clipped"] / sums["steps"], skipped=self.skipped,
+             recompiles=self.recompiles, seconds=self.seconds,
              flops=self.flops_per_token * self.loader.tokens, **values)
 
     def __call__(self, iter_num, **values):

@@ -253,7 +253,7 @@ while True:
 
     # log
     log.step(loss_sum=loss_sum, targets=tokens_per_step, tokens=tokens_per_step, rows=global_batch_size,
-             seconds=time.perf_counter() - t0)
+             clipped=grad_norm > grad_clip > 0, seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm)
     optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients

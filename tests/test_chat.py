@@ -146,7 +146,7 @@ def test_compiled_equals_eager_without_a_recompile(base, chats, tmp_path, ranks,
 def test_padded_to_2048_positions_every_step_has_one_shape(shards, chats, tmp_path):
     """--pack=False at the defaults' shape, (4, 2048): printed, logged, and compiled the same."""
     run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/base", "--max_seq_len=2048",
-        "--batch_size=1", "--max_iters=1", "--n_layer=1", "--sample_tokens=0")
+        "--batch_size=1", "--max_iters=1", "--n_layer=1", "--sample_tokens=0", "--warmup_iters=0")
     for name, compile in (("eager", False), ("compiled", True)):
         output = run("chat_sft.py", f"--init_from={tmp_path}/base", f"--data={chats}", f"--chat_dir={tmp_path}/rows",
                      f"--out_dir={tmp_path / name}", "--pack=False", "--gradient_accumulation_steps=1",

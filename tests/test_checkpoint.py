@@ -265,7 +265,7 @@ class Entry:
 def new_checkpointer(folder, **entries):
     gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
     state = {"model": gpt, "optimizer": torch.optim.AdamW(gpt.parameters()), **entries}
-    facts = {**small_checkpoint(), "config": dict(keep_interval=0, eval_interval=1, overwrite=True,
+    facts = {**small_checkpoint(), "config": dict(keep_interval=0, save_interval=None, eval_interval=1, overwrite=True,
                                                    init_from="scratch", teacher=None)}
     for key in ("model", "iter_num", "val_loss", "val_iter"):
         del facts[key]

@@ -125,7 +125,7 @@ def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for
     assert set(EXTRAS) <= set(ASKED)
     for extra in EXTRAS:
         assert (ROOT / "tests" / f"test_{extra}.py").exists()
-        flag = "" if extra in ("plot", "rollback", "spam") else f"|{ASKED[extra].split('=')[0]}=(?!1|False)"
+        flag = "" if extra in ("compare", "plot", "rollback", "spam") else f"|{ASKED[extra].split('=')[0]}=(?!1|False)"
         asks = re.compile(rf"extras\.{extra}\b|from extras import .*\b{extra}\b{flag}")
         for path in (ROOT / "tests").glob("*.py"):
             source = path.read_text(encoding="utf-8")

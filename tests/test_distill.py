@@ -51,7 +51,8 @@ def formula(x, weight, targets, w, T, teacher_logits):
     ce = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     log_q, log_p = (logits / T).log_softmax(-1), (teacher_logits / T).log_softmax(-1)
     kl = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)[targets != IGNORE].sum()
-    return (1 - w) * ce + w * T ** 2 * kl, torch.stack((ce, kl, (targets != IGNORE).sum()))
+    agree = (log_q.argmax(-1) == log_p.argmax(-1))[targets != IGNORE].sum()
+    return (1 - w) * ce + w * T ** 2 * kl, torch.stack((ce, kl, agree, (targets != IGNORE).sum()))
 
 
 def top_k(logits, k):
