@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import runtime
 from checkpoint import describe_model, load_model
@@ -35,24 +36,18 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
     device, max_len = model.lm_head.weight.device, model.config.max_seq_len
     rows, running, cache = list(map(list, prompts)), set(range(len(prompts))), None
     for left in range(max_new_tokens, 0, -1):
-        if max(map(len, rows)) > max_len:
+        if cache is None or max(map(len, rows)) > max_len:  # prefill
             keep = max(max_len - left + 1, max_len // 2)
-            for row in rows:
-                if len(row) > max_len:
-                    del row[:-keep]
-            cache = None
-        last = torch.tensor([len(row) - 1 for row in rows], device=device)
-        if cache is None:  # prefill
-            width = max(map(len, rows))
+            rows = [row[-keep:] if len(row) > max_len else row for row in rows]
             # the padding of short rows is cached, then overwritten before any query looks that far
-            idx = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-            positions = torch.arange(width, device=device).expand_as(idx)
-            cache = model.new_cache(len(rows), min(width + left, max_len), cache_dtype(device))
-            x = model.hidden_states(idx, positions, cache=cache)
-            logits = model.lm_head(x[range(len(rows)), last])
-        else:
-            idx = torch.tensor([row[-1:] for row in rows], device=device)
-            logits = model(idx, positions=last[:, None], cache=cache)[:, -1]
+            idx = pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+            positions = torch.arange(idx.size(1), device=device).expand_as(idx)
+            cache = model.new_cache(len(rows), min(idx.size(1) + left, max_len), cache_dtype(device))
+            model.hidden_states(idx, positions, cache=cache)
+        # a prompt's last position is computed again: the first id, too, is decoded in the one shape that is compiled
+        idx = torch.tensor([row[-1:] for row in rows], device=device)
+        positions = torch.tensor([[len(row) - 1] for row in rows], device=device)
+        logits = model(idx, positions=positions, cache=cache)[:, -1]
         if not logits.isfinite().all():
             raise ValueError("the model's logits are not finite: its weights are broken or too large for --dtype")
         new = sample_logits(logits.float(), **sampling).tolist()
