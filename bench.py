@@ -1,22 +1,20 @@
 """
-How fast is this machine: training, chat tuning, data preparation, decoding.
+How fast is this machine: training, chat tuning, decoding.
 
     python bench.py                                             # all of it: about an hour on two CPU cores
     python bench.py --what=train,decode --nanogpt=../nanoGPT    # beside a checkout of nanoGPT
     python bench.py --what=train --train_args='--n_layer=4 --n_embd=256 --n_head=4'
-    python bench.py --what=prep --prep_files='texts/*.parquet'  # next to tiktoken alone
     python bench.py --profile=True                              # where does a step of train_gpt2.py spend its time?
 
-It times what you run: train_gpt2.py, chat_sft.py and prepare_data.py, as processes, by their own logs; and sample.py's
-generate. The rows of a table take turns, round after round. Each figure is the median over the rounds; ratio is that
-of a row's tokens/s to the first row's in the same round, which changes less if the speed of the machine drifts. The
-tables go to stdout, what the scripts print to stderr.
+It times what you run: train_gpt2.py and chat_sft.py, as processes, by their own logs; and sample.py's generate. The
+rows of a table take turns, round after round. Each figure is the median over the rounds; ratio is that of a row's
+tokens/s to the first row's in the same round, which changes less if the speed of the machine drifts. The tables go to
+stdout, what the scripts print to stderr.
 """
 import json
 import math
 import re
 import runpy
-import shutil
 import statistics
 import subprocess
 import sys
@@ -33,14 +31,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import runtime
 from configurator import Positive, configure, fail, one_line_errors
 from model import GPT, GPTConfig
-from prepare_data import count_cpus, python_conversations
 from sample import compile_step, generate
-from shards import read_meta, read_shard, shard_header
-from tokenizer import END_OF_TEXT, get_tokenizer
+from shards import shard_header
 
 # -----------------------------------------------------------------------------
 # settings
-what: str = "train,chat,prep,decode"  # or some of them
+what: str = "train,chat,decode"  # or some of them
 variants: str = "gpt2,gpt2+mla,llama,llama+mla"  # train, decode: arch, or arch+attention; they win over train_args
 nanogpt: str = ""  # train, decode: folder of a checkout of nanoGPT, added as the first row of each table
 rounds: Positive = 3
@@ -54,13 +50,13 @@ ranks: Positive = 1  # chat: processes, which share the machine
 chat_args: str = "--max_seq_len=512"  # chat: flags of chat_sft.py; the model has the size of train_args
 context: Positive = 1024  # decode: tokens in the cache before the timed ones
 new_tokens: Positive = 64  # decode: tokens a round
-prep_files: str = ""  # prep: --files of prepare_data.py; none: the standard library
 profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py, trace.json
 configure(globals())
 
 # -----------------------------------------------------------------------------
 # setup
 ROOT = Path(__file__).resolve().parent
+TRAIN = ROOT / "train_gpt2.py"
 VARIANTS = {"gpt2": ("gpt2", "mha"), "gpt2+mla": ("gpt2", "mla"), "llama": ("llama", "mha"),
             "llama+mla": ("llama", "mla")}
 with one_line_errors(f"--variants={variants}", f"expected some of {', '.join(VARIANTS)}, separated by commas"):
@@ -70,9 +66,8 @@ if nanogpt and not Path(nanogpt, "train.py").is_file():
 _, _, device = runtime.init_process(device)
 dtype = runtime.pick_dtype(dtype, device)
 on_gpu = device.type == "cuda"
-compile_error = compile and runtime.compile_error(device, "inductor")
-if compile_error:
-    fail(f"--compile=True: torch.compile cannot work here ({compile_error}); give --compile=False")
+if compile and (error := runtime.compile_error(device, "inductor")):
+    fail(f"--compile=True: torch.compile cannot work here ({error}); give --compile=False")
 if not train_args and not on_gpu:
     train_args = "--n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256"
 
@@ -95,27 +90,20 @@ def compare(title, rows):
         for label, measure in rows.items():
             print(f"----- round {i + 1} of {rounds}: {label}", file=sys.stderr, flush=True)
             runs[label].append(measure())
-    print(title)
+    print(f"\n{title}")
     first, medians = next(iter(runs.values())), {}
     for label, measured in runs.items():
         for run, reference in zip(measured, first):
             run["ratio"] = run["tok_per_sec"] / reference["tok_per_sec"]
         medians[label] = {metric: statistics.median(run[metric] for run in measured) for metric in measured[0]}
-        print(f"{label:24}", *(f"{metric} {value:<12,.3f}" for metric, value in medians[label].items()))
-    print(flush=True)
+        print(f"{label:24}", *(f"{metric} {value:<12,.3f}" for metric, value in medians[label].items()),
+              flush=True)
     return list(medians.values())
 
 
-def time_tokens(work):
-    """work: a function that returns how many tokens it made."""
-    start = time.perf_counter()
-    n_tokens = work()
-    return {"tok_per_sec": n_tokens / (time.perf_counter() - start), "n_tokens": n_tokens}
-
-
-def run_script(script, *flags, start=()):
-    """Runs a script of ours to its end; if it fails, so does this program. start: what python gets before it."""
-    code = subprocess.run([sys.executable, *start, ROOT / script, *flags], stdout=sys.stderr).returncode
+def run_python(*args):
+    """Runs a script of ours to its end; if it fails, so does this program."""
+    code = subprocess.run([sys.executable, *args], stdout=sys.stderr).returncode
     if code:
         raise SystemExit(code)
 
@@ -123,9 +111,9 @@ def run_script(script, *flags, start=()):
 # -----------------------------------------------------------------------------
 # training
 
-def time_steps(script, *flags, start=()):
+def time_steps(*args):
     """Runs a training script. Returns metrics from its log, over all steps but the first."""
-    run_script(script, *flags, start=start)
+    run_python(*args)
     entries = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
     steps = [entry for entry in entries if "tok_per_sec" in entry][1:]
     metrics = {name: statistics.median(step[name] for step in steps)
@@ -161,7 +149,7 @@ def time_nanogpt():
 def bench_train():
     rows = {"nanoGPT": time_nanogpt} if nanogpt else {}
     for name, (arch, attention) in variants.items():
-        rows[name] = partial(time_steps, "train_gpt2.py", *train_flags, f"--arch={arch}", f"--attention={attention}")
+        rows[name] = partial(time_steps, TRAIN, *train_flags, f"--arch={arch}", f"--attention={attention}")
     compare(f"training: train_gpt2.py {train_args}", rows)
 
 
@@ -173,7 +161,7 @@ def profile_steps():
     with torch.profiler.profile(schedule=torch.profiler.schedule(wait=train_iters, warmup=1, active=3)) as profiler:
         # every optimizer here has one AdamW; Muon's wrapper would call this three times a step
         register_optimizer_step_post_hook(lambda step, *_: isinstance(step, torch.optim.AdamW) and profiler.step())
-        runpy.run_path(str(ROOT / "train_gpt2.py"), run_name="__main__")
+        runpy.run_path(str(TRAIN), run_name="__main__")
     profiler.export_chrome_trace("trace.json")
     print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10))
     print(f"3 steps of {' '.join(sys.argv)}\nopen {Path('trace.json').resolve()} in https://ui.perfetto.dev")
@@ -183,16 +171,15 @@ def profile_steps():
 # chat tuning
 
 def bench_chat():
-    run_script("train_gpt2.py", *train_flags, "--max_seq_len=1024", "--batch_size=1", "--max_iters=1",
-               "--compile=False", f"--out_dir={folder}/base")
-    with open(f"{folder}/chats.jsonl", "w") as f:
-        f.writelines(json.dumps(conversation) + "\n" for conversation in python_conversations())
-    flags = [*common, f"--init_from={folder}/base", f"--data={folder}/chats.jsonl", f"--chat_dir={folder}/rows",
-             f"--max_iters={chat_iters}", f"--gradient_accumulation_steps={ranks}", *chat_args.split()]
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    run_python(TRAIN, *train_flags, "--max_seq_len=1024", "--batch_size=1", "--max_iters=1", "--compile=False",
+               f"--out_dir={folder}/base")
+    run_python(ROOT / "prepare_data.py", "--dataset=python", f"--data_dir={folder}/python")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    args = [*torchrun, ROOT / "chat_sft.py", *common, f"--init_from={folder}/base",
+            f"--data={folder}/python/chat.jsonl", f"--chat_dir={folder}/rows", f"--max_iters={chat_iters}",
+            f"--gradient_accumulation_steps={ranks}", *chat_args.split()]
     eager, *compiled = compare(f"chat tuning: chat_sft.py {chat_args}, {ranks} ranks", {
-        f"--compile={mode}": partial(time_steps, "chat_sft.py", *flags, f"--compile={mode}", start=start)
-        for mode in modes})
+        f"--compile={mode}": partial(time_steps, *args, f"--compile={mode}") for mode in modes})
     for row in compiled:
         loss = row["train_loss"] / eager["train_loss"]
         for what, value, least, most in (
@@ -200,45 +187,26 @@ def bench_chat():
                 ("memory", row["peak_mem_mb"] / eager["peak_mem_mb"], 0, 1.1),
                 ("seconds to compile", row["compile_s"], 0, 60)):
             print(f"compiled against uncompiled, {what}: {value:.3f}, expected {least} to {most}: "
-                  f"{'pass' if least <= value <= most else 'FAIL'}")
-    print(flush=True)
-
-
-# -----------------------------------------------------------------------------
-# data preparation
-
-def bench_prep():
-    prepared = Path(folder, "prepared")
-    source = [f"--files={prep_files}" if prep_files else "--dataset=python", "--tokenizer=gpt2"]
-
-    def prepare():
-        shutil.rmtree(prepared, ignore_errors=True)
-        run_script("prepare_data.py", *source, f"--data_dir={prepared}")
-        return read_meta(prepared)["tokens"]
-
-    def tiktoken_alone():
-        encoded = tokenizer.encode_ordinary_batch(texts, num_threads=count_cpus())
-        return sum(map(len, encoded)) + len(texts)  # with <|endoftext|>
-
-    prepare()
-    tokenizer = get_tokenizer("gpt2")
-    shards = [read_shard(path) for path in sorted(prepared.glob("*.bin"), reverse=True)]  # val comes before train
-    texts = "".join(map(tokenizer.decode, shards)).split(END_OF_TEXT)[1:]
-    compare(f"data preparation: prepare_data.py {' '.join(source)}, from start to end; tiktoken: texts in memory, "
-            f"{count_cpus()} threads",
-            {"tiktoken": partial(time_tokens, tiktoken_alone), "prepare_data.py": partial(time_tokens, prepare)})
+                  f"{'pass' if least <= value <= most else 'FAIL'}", flush=True)
 
 
 # -----------------------------------------------------------------------------
 # decoding
 
+def time_tokens(work):
+    """work: a function that returns how many tokens it made."""
+    start = time.perf_counter()
+    n_tokens = work()
+    return {"tok_per_sec": n_tokens / (time.perf_counter() - start), "n_tokens": n_tokens}
+
+
 def time_decoding(variant, compiled):
     torch.compiler.reset()
-    model = GPT(GPTConfig(*variant, max_seq_len=context + new_tokens)).to(device)
+    model = GPT(GPTConfig(*variant, max_seq_len=context + new_tokens)).to(device).eval()
     with runtime.autocast(device, dtype):
         if compiled:
             model = compile_step(model, 1)
-        tokens = generate(model.eval(), [[198] * context], new_tokens + 1, top_k=200)
+        tokens = generate(model, [[198] * context], new_tokens + 1, top_k=200)
         next(tokens)  # reads the prompt
         return time_tokens(lambda: len(list(tokens)))
 
@@ -261,11 +229,11 @@ def bench_decode():
 
 
 # -----------------------------------------------------------------------------
-BENCHES = {"train": bench_train, "chat": bench_chat, "prep": bench_prep, "decode": bench_decode}
+BENCHES = {"train": bench_train, "chat": bench_chat, "decode": bench_decode}
 with one_line_errors(f"--what={what}", f"expected some of {', '.join(BENCHES)}, separated by commas"):
     benches = [BENCHES[name] for name in what.split(",")]
 print(f"{torch.cuda.get_device_name(device) if on_gpu else device}, {torch.get_num_threads()} CPU threads, "
-      f"torch {torch.__version__}, {dtype}, {rounds} rounds\n", flush=True)
+      f"torch {torch.__version__}, {dtype}, {rounds} rounds", flush=True)
 with temp_dir:
     # random tokens, as shards of ours and as nanoGPT's train.bin and val.bin
     tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype="<u2").tobytes()
