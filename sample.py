@@ -89,14 +89,14 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
 @torch.no_grad()
 def compile_step(model, batch):
     """
-    A model for generate with `batch` rows that decodes compiled and reads prompts uncompiled. One shape, one graph:
-    its new_cache returns one cache of max_seq_len positions again and again. Call it under the autocast that generate
-    will run under: the matrices of `model`, which it shares, are converted to its dtype for good. (In eager mode
-    autocast casts them once and caches the result; in a compiled step it would cast all of them for each id.)
+    A model for generate with `batch` rows, from one in eval mode. It decodes compiled and reads prompts uncompiled. One
+    shape, one graph: its new_cache returns one cache of max_seq_len positions again and again. Call it under the
+    autocast that generate will run under: the matrices of `model`, which it shares, are converted to its dtype for
+    good. (In eager mode autocast casts them once and caches the result; in a compiled step it would cast all of them
+    for each id.)
     """
     device = model.lm_head.weight.device
     dtype = cache_dtype(device)
-    model.eval()
     model.lm_head = copy.deepcopy(model.lm_head)  # a tied head's embedding stays as it is
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -232,12 +232,11 @@ if __name__ == "__main__":
                 print("(a new conversation)")
             elif message:
                 messages.append({"role": "user", "content": message})
-                while True:
-                    ids = render_chat(tokenizer, system_message + messages)[0] + [chat_tokens(tokenizer)["assistant"]]
-                    if len(ids) + min(max_new_tokens, max_len // 4) <= max_len or len(messages) == 1:
-                        break
+                room = max_len - min(max_new_tokens, max_len // 4)
+                while len(ids := render_chat(tokenizer, system_message + messages)[0]) >= room and len(messages) > 1:
                     print("(the oldest turn does not fit any more and is forgotten)")
-                    messages = messages[2:]
+                    del messages[:2]
+                ids.append(chat_tokens(tokenizer)["assistant"])
                 messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
             if prompt:
                 break
