@@ -57,8 +57,8 @@ configure(globals())
 # setup
 ROOT = Path(__file__).resolve().parent
 TRAIN = ROOT / "train_gpt2.py"
-VARIANTS = {"gpt2": ("gpt2", "mha"), "gpt2+mla": ("gpt2", "mla"), "llama": ("llama", "mha"),
-            "llama+mla": ("llama", "mla")}
+VARIANTS = {name: GPTConfig(*name.split("+"), max_seq_len=context + new_tokens)
+            for name in ("gpt2", "gpt2+mla", "llama", "llama+mla")}
 with one_line_errors(f"--variants={variants}", f"expected some of {', '.join(VARIANTS)}, separated by commas"):
     variants = {name: VARIANTS[name] for name in variants.split(",")}
 if nanogpt and not Path(nanogpt, "train.py").is_file():
@@ -82,8 +82,8 @@ train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # the last
 
 def compare(title, rows):
     """
-    rows: {label: function that returns {metric: number}}. Calls them in turns, rounds times. Prints a table and
-    returns its rows, as dicts.
+    rows: {label: function that returns {metric: number}}. Calls them in turns, rounds times. Prints their medians as
+    a table, and returns them.
     """
     runs = {label: [] for label in rows}
     for i in range(rounds):
@@ -98,7 +98,7 @@ def compare(title, rows):
         medians[label] = {metric: statistics.median(run[metric] for run in measured) for metric in measured[0]}
         print(f"{label:24}", *(f"{metric} {value:<12,.3f}" for metric, value in medians[label].items()),
               flush=True)
-    return list(medians.values())
+    return medians
 
 
 def run_python(*args):
@@ -148,8 +148,9 @@ def time_nanogpt():
 
 def bench_train():
     rows = {"nanoGPT": time_nanogpt} if nanogpt else {}
-    for name, (arch, attention) in variants.items():
-        rows[name] = partial(time_steps, TRAIN, *train_flags, f"--arch={arch}", f"--attention={attention}")
+    for name, config in variants.items():
+        rows[name] = partial(time_steps, TRAIN, *train_flags, f"--arch={config.arch}",
+                             f"--attention={config.attention}")
     compare(f"training: train_gpt2.py {train_args}", rows)
 
 
@@ -179,7 +180,7 @@ def bench_chat():
             f"--data={folder}/python/chat.jsonl", f"--chat_dir={folder}/rows", f"--max_iters={chat_iters}",
             f"--gradient_accumulation_steps={ranks}", *chat_args.split()]
     eager, *compiled = compare(f"chat tuning: chat_sft.py {chat_args}, {ranks} ranks", {
-        f"--compile={mode}": partial(time_steps, *args, f"--compile={mode}") for mode in modes})
+        f"--compile={mode}": partial(time_steps, *args, f"--compile={mode}") for mode in modes}).values()
     for row in compiled:
         loss = row["train_loss"] / eager["train_loss"]
         for what, value, least, most in (
@@ -200,9 +201,9 @@ def time_tokens(work):
     return {"tok_per_sec": n_tokens / (time.perf_counter() - start), "n_tokens": n_tokens}
 
 
-def time_decoding(variant, compiled):
+def time_decoding(config, compiled):
     torch.compiler.reset()
-    model = GPT(GPTConfig(*variant, max_seq_len=context + new_tokens)).to(device).eval()
+    model = GPT(config).to(device).eval()
     with runtime.autocast(device, dtype):
         if compiled:
             model = compile_step(model, 1)
@@ -222,9 +223,9 @@ def time_nanogpt_decoding():
 
 def bench_decode():
     rows = {"nanoGPT": time_nanogpt_decoding} if nanogpt else {}
-    for name, variant in variants.items():
+    for name, config in variants.items():
         for mode in modes:
-            rows[f"{name} --compile={mode}"] = partial(time_decoding, variant, mode)
+            rows[f"{name} --compile={mode}"] = partial(time_decoding, config, mode)
     compare(f"decoding: GPT-2 124M's size, one row, {context} tokens of context, temperature 1, top_k 200", rows)
 
 
