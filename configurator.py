@@ -65,7 +65,7 @@ def one_line_errors(where="", advice="", errors=Exception):
     try:
         yield
     except errors as error:
-        fail(": ".join(filter(None, (str(where), format_error(error)))) + (f"; {advice}" if advice else ""))
+        fail(f"{where}: {format_error(error)}".removeprefix(": ") + (f"; {advice}" if advice else ""))
 
 
 def configure(namespace, extras=(), argv=None):
@@ -77,10 +77,8 @@ def configure(namespace, extras=(), argv=None):
     ends the program with exit code 2 and one line that names the setting and what is accepted.
     """
     script = namespace["__file__"]
-    hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
-    settings = {name: (hint, namespace[name]) for name, hint in hints.items()
-                if name in namespace and not name.startswith("_")}
-    own = list(settings)
+    hints = sys.modules[namespace["__name__"]].__annotations__
+    settings = {name: (hint, namespace[name]) for name, hint in hints.items() if not name.startswith("_")}
     for extra in extras:
         settings |= extra_settings(extra)
     argv = sys.argv[1:] if argv is None else argv
@@ -94,12 +92,11 @@ def configure(namespace, extras=(), argv=None):
             overrides[name] = check(name, value, settings, script, f"{path}: ")
     for flag in [arg for arg in argv if arg.startswith("-")]:
         name, equals, text = flag.removeprefix("--").partition("=")
-        if not flag.startswith("--") or not equals:
-            hint = "" if flag.lstrip("-") in settings else did_you_mean(flag.lstrip("-"), settings)
-            fail(f"{flag!r}: a setting is given as --name=value{hint}")
+        if name.startswith("-") or not equals:
+            fail(f"{flag!r}: a setting is given as --name=value{did_you_mean(name, settings)}")
         value = parse(text, settings[name][0]) if name in settings else text
         overrides[name] = check(name, value, settings, script, "--")
-    namespace.update({name: value for name, value in overrides.items() if name in own})
+    namespace.update({name: value for name, value in overrides.items() if name in hints})
     return {name: overrides.get(name, default) for name, (_, default) in settings.items()}, overrides
 
 
@@ -135,10 +132,8 @@ def load_extra(name, config, *settings):
 
 def read_config_file(path):
     """The plain assignments of a config file, as a dict; imports and _names are left out."""
-    if not os.path.isfile(path):
-        fail(f"{path}: no such config file (a setting is given as --name=value)")
-    if not path.endswith(".py"):
-        fail(f"{path}: not a config file, its name must end in .py; a setting is given as --name=value")
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        fail(f"{path}: no such config file, or its name does not end in .py; a setting is given as --name=value")
     try:
         values = runpy.run_path(path)
     except Exception as error:
@@ -168,7 +163,7 @@ def check(name, value, settings, script, where):
     hint = settings[name][0]
     for kind, bounds in alternatives(hint):
         if typing.get_origin(kind) is typing.Literal:
-            if any(value == c and type(value) is type(c) for c in typing.get_args(kind)):
+            if repr(value) in map(repr, typing.get_args(kind)):  # neither 8.0 nor True is an int
                 return value
         elif type(value) is kind or kind is float and type(value) is int:  # not isinstance: True is no int here
             if kind is float and not abs(value) <= sys.float_info.max:  # nan and inf
@@ -196,8 +191,8 @@ def accepted(hint):
 
 
 def did_you_mean(name, settings):
-    close = difflib.get_close_matches(name.partition("=")[0], settings, n=1)
-    return f"; did you mean --{close[0]}?" if close else ""
+    close = difflib.get_close_matches(name, settings, n=1)
+    return f"; did you mean --{close[0]}?" if close and close[0] != name else ""
 
 
 def print_help(script, settings, extras):
