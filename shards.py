@@ -5,39 +5,37 @@ of llm.c and modded-nanogpt, so their ready-made FineWeb shards train here, and 
 """
 import json
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
 
-from configurator import fail, one_line_errors
+from configurator import one_line_errors
 
-HEADER_INTS, MAGIC, VERSION = 256, 20240520, 1
+HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
 
 
 def shard_header(n_tokens):
-    header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = MAGIC, VERSION, n_tokens
-    return header.tobytes()
+    return struct.pack("<3i", MAGIC, VERSION, n_tokens).ljust(HEADER_BYTES, b"\0")
 
 
 def read_shard(path):
     """The tokens of a shard, memory-mapped: (n,) uint16. Anything but a whole shard ends the program in one line."""
     with one_line_errors(str(path), "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        n = (os.path.getsize(path) - 4 * HEADER_INTS) / 2  # no integer if the file ends within a token
+        n = (os.path.getsize(path) - HEADER_BYTES) / 2  # no integer if the file ends within a token
         if n < 1 or header != [MAGIC, VERSION, n]:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[MAGIC, VERSION, n]}, the last being the number of tokens that it has")
-        return np.memmap(path, dtype="<u2", mode="r", offset=4 * HEADER_INTS)
+        return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 
 def read_meta(data_dir):
-    """meta.json of a folder of shards, a dict with at least tokenizer. Without it they are gpt2's."""
+    """meta.json of a folder of shards, a dict with at least tokenizer. Shards from elsewhere have none: gpt2's."""
     path = Path(data_dir) / "meta.json"
-    if not path.exists():
-        if (path.parent / "progress.json").exists():
-            fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
+    if not path.exists() and not (path.parent / "progress.json").exists():
         return {"tokenizer": "gpt2"}
-    with one_line_errors(str(path), "run prepare_data.py again"):
+    with one_line_errors(f"data_dir={data_dir}: {path}", "was its preparation interrupted? Run the same "
+                         "prepare_data.py command again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
         return {**meta, "tokenizer": str(meta["tokenizer"])}
