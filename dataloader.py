@@ -1,17 +1,15 @@
 """Token shards -> batches, in an order that a row's number alone determines."""
 import functools
-import glob
 import hashlib
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+import runtime
 from configurator import fail
 from model import IGNORE
 from shards import read_meta, read_shard
@@ -31,17 +29,16 @@ class TokenDataset:
     """
 
     def __init__(self, data_dir, split, max_seq_len):
-        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
+        paths = sorted(Path(data_dir).glob(f"*{split}_[0-9]*.bin"))
         if not paths:
-            source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
-                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
-                 f"--data_dir={data_dir}")
+                 f"python prepare_data.py --data_dir={data_dir} --max_tokens=1000000000 (of FineWeb-Edu, or with "
+                 f"--dataset=python, or --files='TEXTS/*.txt')")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         self.tokenizer = get_tokenizer(read_meta(data_dir)["tokenizer"])
-        self.vocab_size = padded_vocab_size(self.tokenizer)
         self.shards = [read_shard(path) for path in paths]
-        self.ends = np.cumsum([(len(shard) - 1) // max_seq_len for shard in self.shards])  # rows up to each end
+        rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
+        self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
@@ -50,9 +47,9 @@ class TokenDataset:
                  f"{' or a larger --val_tokens' if split == 'val' else ''}")
 
     def __len__(self):
-        return int(self.ends[-1])
+        return int(self.starts[-1])
 
-    @functools.cached_property
+    @property
     def fingerprint(self):
         """Identifies the shards: a digest of each one's length, first and last thousand tokens."""
         digest = hashlib.sha256()
@@ -64,14 +61,14 @@ class TokenDataset:
         """indices (B,) -> idx, targets (B, max_seq_len) int64: tokens, and the token after each."""
         T, rows = self.max_seq_len, []
         for i in indices:
-            shard = int(np.searchsorted(self.ends, i, side="right"))
-            start = (int(i) - (int(self.ends[shard - 1]) if shard else 0)) * T
+            shard = np.searchsorted(self.starts, i, side="right") - 1
+            start = (i - self.starts[shard]) * T
             rows.append(self.shards[shard][start:start + T + 1])
         rows = np.stack(rows)  # (B, T + 1)
-        if rows.max() >= self.vocab_size:
-            fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
-                 f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or "
-                 f"are damaged", alone=True)
+        if rows.max() >= padded_vocab_size(self.tokenizer):
+            fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, which is not in the vocabulary of its "
+                 f"tokenizer, {self.tokenizer.name}: its shards come from another tokenizer, or are damaged",
+                 alone=True)
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
         return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
 
@@ -83,14 +80,14 @@ class TokenDataset:
 
 @functools.lru_cache(maxsize=2)  # a step may reach into the next epoch
 def epoch_permutation(n, seed, epoch):
-    return np.random.default_rng((seed, epoch)).permutation(n).astype(np.int64 if n > 2 ** 31 else np.int32)
+    return np.random.default_rng((seed, epoch)).permutation(n)
 
 
 def sample_indices(rows, n, seed):
     """
     Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n: rows_seen is all that a resumed run has to know.
     """
-    return np.array([epoch_permutation(n, seed, int(g) // n)[int(g) % n] for g in rows])
+    return np.array([epoch_permutation(n, seed, g // n)[g % n] for g in rows])
 
 
 class BatchLoader:
@@ -120,22 +117,21 @@ class BatchLoader:
             batch |= {name: to_device(array, self.device) for name, array in source[indices].items()}
         return batch
 
-    def transform(self, batch):
+    def peek(self):
+        """The next batch, without taking it."""
+        start = time.perf_counter()
+        self.next_batch = self.next_batch or self.pool.submit(self.read, self.rows_seen)
+        batch = self.next_batch.result()
+        self.wait_seconds += time.perf_counter() - start
         for transform in self.transforms:
-            batch |= transform(batch)
+            batch = batch | transform(batch)
         return batch
 
     def __next__(self):
-        start = time.perf_counter()
-        batch = (self.next_batch or self.pool.submit(self.read, self.rows_seen)).result()
-        self.wait_seconds += time.perf_counter() - start
+        batch = self.peek()
         self.rows_seen += self.batch_size * self.world_size
         self.next_batch = self.pool.submit(self.read, self.rows_seen)
-        return self.transform(batch)
-
-    def peek(self):
-        """The next batch, without taking it."""
-        return self.transform(self.read(self.rows_seen))
+        return batch
 
     @property
     def tokens(self):
@@ -149,7 +145,7 @@ class BatchLoader:
 
 
 @torch.no_grad()
-def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank=0, world_size=1, progress=iter):
+def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank, world_size, progress=iter):
     """
     Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the
     targets' text. Every call reads the same rows; the ranks share them, and their number changes nothing.
@@ -168,8 +164,7 @@ def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device,
         targets = batch["targets"][batch["targets"] != IGNORE].cpu()
         totals += torch.tensor([model(**batch).item(), len(targets), token_bytes[targets].sum()], dtype=torch.float64)
     model.train(was_training)
-    if world_size > 1:
+    if device.type == "cuda":  # for nccl; MPS has no float64
         totals = totals.to(device)
-        dist.all_reduce(totals)
-    nats, targets, n_bytes = totals.tolist()
+    nats, targets, n_bytes = runtime.all_reduce(*totals)
     return nats / max(targets, 1), nats / math.log(2) / max(n_bytes, 1)
