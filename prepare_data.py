@@ -98,7 +98,7 @@ def tokenize(tokenizer, documents):
     """
     eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
     for text in documents:
-        with suppress(TypeError, ValueError):
+        with suppress(AttributeError, ValueError):
             if text:
                 pieces += [eot, encode(tokenizer, text)]
     return np.concatenate([eot[:0], *pieces]).astype("<u2"), len(documents) - len(pieces) // 2

@@ -6,7 +6,6 @@ Tokenizers with tiktoken's interface, gpt2 and bytes, and the chat format:
 <|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded
 vocabulary. A special token that somebody types is text.
 """
-import functools
 import os
 from pathlib import Path
 
@@ -19,7 +18,6 @@ END_OF_TEXT = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
 
 
-@functools.cache
 def get_tokenizer(name):
     """
     The tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken fetches gpt2's
@@ -31,7 +29,7 @@ def get_tokenizer(name):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         fail(f"tokenizer={name!r}: expected 'gpt2' or 'bytes'")
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data" / "tiktoken"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data/tiktoken"))
     try:
         return tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network raises
@@ -45,10 +43,8 @@ def encode(tokenizer, text):
     Ids of a text, (n,) uint32: tiktoken's encode_ordinary without the Python list. As there, half a surrogate pair
     becomes U+FFFD; about a million consecutive spaces raise ValueError (encode_ordinary would panic).
     """
-    try:
-        return tokenizer.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:
-        return encode(tokenizer, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return tokenizer.encode_to_numpy(text, disallowed_special=())
 
 
 def padded_vocab_size(tokenizer):
