@@ -65,10 +65,11 @@ class TokenDataset:
             start = (i - self.starts[shard]) * T
             rows.append(self.shards[shard][start:start + T + 1])
         rows = np.stack(rows)  # (B, T + 1)
-        if rows.max() >= padded_vocab_size(self.tokenizer):
-            fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, which is not in the vocabulary of its "
-                 f"tokenizer, {self.tokenizer.name}: its shards come from another tokenizer, or are damaged",
-                 alone=True)
+        vocab_size = padded_vocab_size(self.tokenizer)
+        if rows.max() >= vocab_size:
+            fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
+                 f"{self.tokenizer.name}, ends at {vocab_size - 1}: its shards come from another tokenizer, or are "
+                 f"damaged", alone=True)
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
         return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
 
