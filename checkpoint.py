@@ -267,7 +267,7 @@ class Checkpointer:
         config, folder = facts["config"], Path(out_dir)
         self.out_dir, self.state, self.keep_interval = out_dir, state, config["keep_interval"]
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
-        self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt; at first there is none, and step 0 needs none
+        self.on_disk = 0  # iter_num of ckpt.pt; at first there is none, and step 0 needs none
         self.pool, self.pending = ThreadPoolExecutor(1), None
         intervals = {name: config[name] for name in ("eval_interval", "save_interval") if config[name]}
         if all(self.keep_interval % interval for interval in intervals.values()):
@@ -305,48 +305,48 @@ class Checkpointer:
         Starts writing a checkpoint, unless this step's is there. It holds the last evaluation's val_loss, of step
         val_iter: a step is saved before it is evaluated. Call wait before a weight changes.
         """
-        if iter_num == self.on_disk[0] and not again:
+        if iter_num == self.on_disk and not again:
             return
         weights, optimizer = get_state(self.state["model"], self.state["optimizer"])
         entries = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
         checkpoint = dict(**entries, **self.facts, model=weights, optimizer=optimizer, iter_num=iter_num)
         snapshot = f"ckpt_{iter_num}.pt" if self.keep_interval and iter_num % self.keep_interval == 0 else None
         write = write_checkpoint if runtime.rank() == 0 else lambda *_: False
-        self.pending = iter_num, self.facts["val_iter"], self.pool.submit(write, self.out_dir, checkpoint, snapshot)
+        self.pending = iter_num, self.pool.submit(write, self.out_dir, checkpoint, snapshot)
 
     def wait(self):
-        """Waits for the write under way, if any; every rank learns whether it succeeded."""
+        """Waits for the write under way, if any. Returns True, on every rank, if it succeeded."""
         if self.pending is None:
             return
-        iter_num, val_iter, future = self.pending
+        iter_num, future = self.pending
         self.pending = None
         device = next(self.state["model"].parameters()).device
         if runtime.all_reduce(torch.tensor(float(future.result()), device=device))[0]:
-            self.on_disk = iter_num, val_iter
+            self.on_disk = iter_num
             runtime.interrupt_message = f": step {iter_num} is saved; {runtime.resume_hint(self.out_dir)}"
+            return True
 
     def evaluated(self, iter_num, val_loss):
         """Waits for the checkpoint of this step, and gives the one with the lowest val_loss a second name."""
         best = min(self.facts["best_val_loss"], val_loss)
         self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": best}
         self.wait()
-        self.link_best(iter_num)
+        self.link_best()
 
-    def link_best(self, iter_num):
+    def link_best(self):
         is_best = self.facts["val_loss"] == self.facts["best_val_loss"]
-        if runtime.rank() == 0 and self.on_disk[0] == self.facts["val_iter"] == iter_num > 0 and is_best:
+        if runtime.rank() == 0 and self.on_disk == self.facts["val_iter"] > 0 and is_best:
             link(f"{self.out_dir}/ckpt.pt", "ckpt_best.pt")
 
     def finish(self, iter_num):
         """Saves the last step, with its own val_loss if it was evaluated; where that fails, again, for ten minutes."""
         for attempt in range(20):
-            if self.on_disk == (iter_num, self.facts["val_iter"]):
-                return self.link_best(iter_num)
             if attempt:
                 print0("trying again in 30 seconds")
                 time.sleep(30)
             self.save(iter_num, again=True)
-            self.wait()
+            if self.wait():
+                return self.link_best()
         fail(f"--out_dir={self.out_dir}: step {iter_num} could not be saved")
 
     def resume(self, checkpoint, max_iters):
@@ -380,6 +380,6 @@ class Checkpointer:
             if path.exists():
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
             link(previous, path.name)
-        self.on_disk = checkpoint["iter_num"], checkpoint["val_iter"]
-        runtime.interrupt_message = f": step {self.on_disk[0]} is saved; {runtime.resume_hint(self.out_dir)}"
-        return checkpoint["iter_num"]
+        self.on_disk = checkpoint["iter_num"]
+        runtime.interrupt_message = f": step {self.on_disk} is saved; {runtime.resume_hint(self.out_dir)}"
+        return self.on_disk
