@@ -212,10 +212,9 @@ while True:
             val_loss, val_bpb = validation_loss(compiled, val_data, batch_size, eval_iters, token_sizes, device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_bpb=val_bpb)  # of the assistant's text
-        checkpointer.wait()  # a hook may swap the weights
+        checkpointer.evaluated(iter_num, val_loss)  # waits for the write: a hook may swap the weights
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
-        checkpointer.evaluated(iter_num, val_loss)
     elif save_interval and iter_num % save_interval == 0:
         checkpointer.save(iter_num)
         checkpointer.wait()
