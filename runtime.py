@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from inspect import signature
 from pathlib import Path
 
 import torch
@@ -63,15 +62,13 @@ def init_process(device):
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
     if "RANK" in os.environ:
-        store = None
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
-            # (torch 2.13, gloo), so each start has its own prefix. With several machines no number tells one start
-            # from another.
-            prefix = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-            store = dist.PrefixStore(prefix, next(dist.rendezvous("env://"))[0])
-        options = {"rank": rank(), "world_size": world_size} if store else {}
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, store=store, **options)
+        # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
+        # (torch 2.13, gloo), so each start has its own prefix. With several machines no number tells one start from
+        # another.
+        start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+        store = dist.PrefixStore(f"start {start}", next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
+                                device_id=device if cuda else None)
     return rank(), world_size, device
 
 
@@ -238,11 +235,10 @@ def wrap_model(orig_model, device, dtype, options, config):
     compiled = torch.compile(orig_model, **options) if options else orig_model
     if not dist.is_initialized():
         return compiled, compiled
-    # buffers are constants, or sums that are reduced when logged: none is broadcast. torch 2.13 renamed this
-    names = "forward_sync_buffers", "broadcast_buffers"
-    sync_buffers = next(name for name in names if name in signature(DDP).parameters)
-    return DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
-               **{sync_buffers: False}), compiled
+    ddp = DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    # buffers are constants, or sums that are reduced when logged. As an argument torch 2.13 has renamed it
+    ddp.broadcast_buffers = False
+    return ddp, compiled
 
 
 def warm_up(model, compiled, optimizer, batch, autocast, options):
