@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -60,14 +59,12 @@ def load_checkpoint(path, merge=True):
             if "block_size" in checkpoint["model_args"]:
                 from export_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
-            for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
-                checkpoint[key]  # or it is a checkpoint of something else
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = format_error(error)
             continue
         checkpoint["path"] = str(candidate)
-        if path.is_dir() and candidate.name == CHECKPOINTS[1]:
+        if candidate == path / CHECKPOINTS[1]:
             print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, {candidate}, "
                    f"step {checkpoint['iter_num']}")
         if merge and "lora" in checkpoint:
@@ -135,12 +132,9 @@ def start_run(config, overrides, stage):
     source = out_dir if resuming else init_from.removeprefix("auto:")
     checkpoint = load_checkpoint(source, merge=not resuming)
     if resuming:
-        if checkpoint["stage"] != stage:
-            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained "
-                 f"it, or start from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
-        if "optimizer" not in checkpoint:
-            fail(f"--init_from={init_from}: {out_dir} holds a model without its optimizer; start a new run with "
-                 f"--init_from={out_dir} --out_dir=...")
+        if checkpoint["stage"] != stage or "optimizer" not in checkpoint:
+            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model, of another script or without its "
+                 f"optimizer; start a new run from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
         resume_config(config, overrides, checkpoint)
     model_args = checkpoint["model_args"]
     for name in config.keys() & model_args.keys() - {"max_seq_len", "dropout"}:
@@ -243,7 +237,6 @@ def write_checkpoint(out_dir, checkpoint, snapshot_name=None):
 
 def link(path, name):
     """A second name for a checkpoint in the same folder: a hard link, or a copy where the file system has none."""
-    path = Path(path)
     temporary = path.with_name(name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)
@@ -265,7 +258,7 @@ class Checkpointer:
 
     def __init__(self, out_dir, state, facts, resuming):
         config, folder = facts["config"], Path(out_dir)
-        self.out_dir, self.state, self.keep_interval = out_dir, state, config["keep_interval"]
+        self.out_dir, self.state, self.keep_interval = folder, state, config["keep_interval"]
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
         self.on_disk = 0  # iter_num of ckpt.pt; at first there is none, and step 0 needs none
         self.pool, self.pending = ThreadPoolExecutor(1), None
@@ -276,28 +269,26 @@ class Checkpointer:
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
         if found and not resuming:
             if not config["overwrite"]:
-                resume = "resume it with --init_from=resume, " if has_checkpoint(out_dir) else ""
-                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, "
-                     f"or give another folder")
+                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume its run with --init_from=resume, "
+                     f"replace it with --overwrite=True, or give another folder")
             for source in filter(None, (config["init_from"], config["teacher"])):
                 path = Path(source.removeprefix("auto:")).resolve()
                 if path.exists() and folder.resolve() in (path, path.parent):
                     fail(f"--out_dir={out_dir} --overwrite=True: holds {source}, which this run reads; give another "
                          f"folder")
-        if (folder / "config.json").exists() and "model_type" in (folder / "config.json").read_text(errors="replace"):
+        if (folder / "config.json").exists() and b"model_type" in (folder / "config.json").read_bytes():
             fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
         if runtime.rank() == 0:
             with one_line_errors(f"--out_dir={out_dir}", "give a folder that no other run is writing to", OSError):
                 os.makedirs(out_dir, exist_ok=True)
-                tempfile.TemporaryFile(dir=out_dir).close()  # a folder that cannot be written to is found now
                 self.lock = FileLock(folder / "lock")
-                self.lock.acquire(blocking=False)  # its Timeout is an OSError
+                self.lock.acquire(blocking=False)  # its Timeout is an OSError, as is a folder that is read-only
 
     def remove_old(self):
         """Removes the checkpoints of an overwritten run, after all checks have passed."""
         if runtime.rank() == 0:
             for pattern in ("ckpt.pt*", "ckpt_prev.pt", "ckpt_best.pt", "ckpt_damaged.pt", "ckpt_[0-9]*.pt"):
-                for path in Path(self.out_dir).glob(pattern):
+                for path in self.out_dir.glob(pattern):
                     path.unlink()
 
     def save(self, iter_num, again=False):
@@ -336,7 +327,7 @@ class Checkpointer:
     def link_best(self):
         is_best = self.facts["val_loss"] == self.facts["best_val_loss"]
         if runtime.rank() == 0 and self.on_disk == self.facts["val_iter"] > 0 and is_best:
-            link(f"{self.out_dir}/ckpt.pt", "ckpt_best.pt")
+            link(self.out_dir / "ckpt.pt", "ckpt_best.pt")
 
     def finish(self, iter_num):
         """Saves the last step, with its own val_loss if it was evaluated; where that fails, again, for ten minutes."""
@@ -375,7 +366,7 @@ class Checkpointer:
         unclaimed = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
         if unclaimed:
             print0(f"WARNING: nothing here uses {', '.join(sorted(unclaimed))} of {checkpoint['path']}")
-        path, previous = (Path(self.out_dir) / name for name in CHECKPOINTS)
+        path, previous = (self.out_dir / name for name in CHECKPOINTS)
         if checkpoint["path"] == str(previous) and runtime.rank() == 0:  # or it would be replaced by a corrupt one
             if path.exists():
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
