@@ -139,8 +139,8 @@ options = runtime.compile_options(config, device)
 if lora_rank:
     state["lora"] = load_extra("lora", config, "lora_rank").Lora(orig_model, config, checkpoint, resuming)
 if teacher:
-    distill = load_extra("distill", config, "teacher")
-    state["teacher"] = distillation = distill.Distillation(orig_model, train_data, device, dtype, options, config)
+    state["teacher"] = distillation = load_extra("distill", config, "teacher").Distillation(
+        orig_model, train_data, device, dtype, options, config)
     metrics.append(distillation.metrics)
 
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation. Whatever has another shape, and every
@@ -149,8 +149,8 @@ model, compiled = runtime.wrap_model(orig_model, device, dtype, options, config)
 state["optimizer"] = optimizer = configure_optimizer(orig_model, config)
 
 if sparsity:
-    prune = load_extra("prune", config, "sparsity")
-    state["masks"] = pruner = prune.Pruner(orig_model, optimizer, config, max_iters, checkpoint)
+    state["masks"] = pruner = load_extra("prune", config, "sparsity").Pruner(
+        orig_model, optimizer, config, max_iters, checkpoint)
     gradient_hooks.append(pruner.mask_gradients)
     metrics.append(pruner.metrics)
 if config["optimizer"] == "adamw_spam":
@@ -182,8 +182,8 @@ checkpoint = None  # frees its memory
 if teacher:
     distillation.attach(loader, (max_iters - iter_num) * global_batch_size, chat_dir)
 if sanity_check:
-    sanity = load_extra("sanity", config, "sanity_check")
-    sanity.check(orig_model, loader.peek(), optimizer, autocast, False, world_size)
+    load_extra("sanity", config, "sanity_check").check(
+        orig_model, loader.peek(), optimizer, autocast, False, world_size)
 
 runtime.print0(f"run: {max_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
                f"{max_iters * global_batch_size / len(train_data):.2f} epochs; {world_size} x {device.type}, {dtype}")
@@ -194,7 +194,7 @@ if not resuming:
 log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
                      iter_num if resuming else None)
 if rank == 0 and (wandb_log or tensorboard):
-    log.trackers = load_extra("trackers", config, "wandb_log" if wandb_log else "tensorboard").start(config)
+    log.trackers = load_extra("trackers", config, "wandb_log", "tensorboard").start(config)
 if options:
     log(iter_num, event="compiled", compile_seconds=seconds)
 

@@ -310,8 +310,8 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         *range(end + 1 if chat else tokenizer.n_vocab, config.vocab_size)]
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
-        # written last: without them nothing opens the folder
-        for file in (*folder.glob("model.safetensors*"), *folder.glob("model-0*.safetensors")):
+        # the weights, or the index of several files, are written last: without them nothing opens the folder
+        for file in folder.glob("model.safetensors*"):
             file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+import timeit
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -129,13 +130,10 @@ def peak_flops(device, dtype):
         found = re.search(rf"\b({'|'.join(PEAK_FLOPS)})\b(?! (Ti|D|Laptop)\b)", torch.cuda.get_device_name(device))
         if found:
             return PEAK_FLOPS[found[1]]
-    n, best = 1024 if device.type == "cpu" else 4096, math.inf
+    n = 1024 if device.type == "cpu" else 4096
     a = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
-    for _ in range(8):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # item waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * n ** 3 / best
+    seconds = min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=8))  # item waits for the device
+    return 2 * n ** 3 / seconds
 
 
 def peak_memory_mb(device):

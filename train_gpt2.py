@@ -111,8 +111,6 @@ get_lr = build_schedule(config, max_iters)
 
 train_data, val_data = (TokenDataset(data_dir, split, max_seq_len) for split in ("train", "val"))
 tokenizer = train_data.tokenizer
-if checkpoint:
-    check_tokenizer(f"--data_dir={data_dir}", tokenizer, checkpoint)
 loader = BatchLoader(train_data, batch_size, seed, rank, world_size, device)
 
 torch.manual_seed(seed)  # the same weights on every rank
@@ -120,6 +118,7 @@ model_args = {field.name: config[field.name] for field in fields(GPTConfig) if f
 model_args["vocab_size"] = padded_vocab_size(tokenizer)
 from_scratch = checkpoint is None
 if checkpoint:
+    check_tokenizer(f"--data_dir={data_dir}", tokenizer, checkpoint)
     model_args["max_seq_len"] = checkpoint["model_args"]["max_seq_len"]
 with one_line_errors(errors=ValueError):
     orig_model = GPT(GPTConfig(**model_args))
@@ -137,8 +136,8 @@ if scaler.is_enabled():
     metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = runtime.compile_options(config, device)
 if teacher:
-    distill = load_extra("distill", config, "teacher")
-    state["teacher"] = distillation = distill.Distillation(orig_model, train_data, device, dtype, options, config)
+    state["teacher"] = distillation = load_extra("distill", config, "teacher").Distillation(
+        orig_model, train_data, device, dtype, options, config)
     metrics.append(distillation.metrics)
 
 # Compiled for one shape, (batch_size, max_seq_len), in training and validation. Whatever has another shape, and every
@@ -147,8 +146,8 @@ model, compiled = runtime.wrap_model(orig_model, device, dtype, options, config)
 state["optimizer"] = optimizer = configure_optimizer(orig_model, config)
 
 if sparsity:
-    prune = load_extra("prune", config, "sparsity")
-    state["masks"] = pruner = prune.Pruner(orig_model, optimizer, config, max_iters, checkpoint)
+    state["masks"] = pruner = load_extra("prune", config, "sparsity").Pruner(
+        orig_model, optimizer, config, max_iters, checkpoint)
     gradient_hooks.append(pruner.mask_gradients)
     metrics.append(pruner.metrics)
 if config["optimizer"] == "adamw_spam":
@@ -177,8 +176,8 @@ checkpoint = None  # frees its memory
 if teacher:
     distillation.attach(loader, (max_iters - iter_num) * global_batch_size, data_dir)
 if sanity_check:
-    sanity = load_extra("sanity", config, "sanity_check")
-    sanity.check(orig_model, loader.peek(), optimizer, autocast, from_scratch, world_size)
+    load_extra("sanity", config, "sanity_check").check(
+        orig_model, loader.peek(), optimizer, autocast, from_scratch, world_size)
 
 runtime.print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
@@ -193,7 +192,7 @@ if not resuming:
 log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
                      iter_num if resuming else None)
 if rank == 0 and (wandb_log or tensorboard):
-    log.trackers = load_extra("trackers", config, "wandb_log" if wandb_log else "tensorboard").start(config)
+    log.trackers = load_extra("trackers", config, "wandb_log", "tensorboard").start(config)
 if options:
     log(iter_num, event="compiled", compile_seconds=seconds)
 
