@@ -191,8 +191,7 @@ runtime.report_settings({**config, **facts["model_args"]}, overrides)
 seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
 if not resuming:
     checkpointer.remove_old()
-log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
-                     iter_num if resuming else None)
+log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, dtype, metrics, iter_num, resuming)
 if rank == 0 and (wandb_log or tensorboard):
     log.trackers = load_extra("trackers", config, "wandb_log", "tensorboard").start(config)
 if options:

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import timeit
-import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -199,7 +198,7 @@ def excepthook(kind, error, tb):
     elif issubclass(kind, OSError):  # the disk
         fail(f"{kind.__name__}: {error}", alone=True)
     else:
-        traceback.print_exception(kind, error, tb)
+        sys.__excepthook__(kind, error, tb)
 
 
 # -----------------------------------------------------------------------------
@@ -325,23 +324,23 @@ class Logger:
     later is a recompile.
     """
 
-    def __init__(self, out_dir, config, max_iters, loader, model, device, dtype, metrics, resumed_at):
+    def __init__(self, out_dir, config, max_iters, loader, model, dtype, metrics, iter_num, resuming):
         self.path, self.max_iters, self.loader, self.metrics = Path(out_dir) / "log.jsonl", max_iters, loader, metrics
-        self.model, self.device, self.dtype = model, device, dtype
+        self.model, self.dtype = model, dtype
         self.trackers, self.sums, self.seconds, self.trends = [], Counter(), 0.0, {}
         self.flops_per_token = model.flops_per_token(loader.dataset.max_seq_len)
-        self.peak_flops = peak_flops(device, dtype) * loader.world_size
+        self.peak_flops = peak_flops(loader.device, dtype) * loader.world_size
         self.skipped, self.recompiles, self.graphs = 0, 0, graphs_compiled()
         if rank() == 0:
-            if resumed_at is None:  # what an overwritten run left
+            if not resuming:  # what an overwritten run left
                 self.path.unlink(missing_ok=True)
             elif self.path.exists():
                 for seconds in re.findall(r'"seconds": ([0-9.]+)', self.path.read_text(errors="replace"))[-1:]:
                     self.seconds = float(seconds)
             (self.path.parent / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        if resumed_at is not None:
-            print0(f"resumed at step {resumed_at}, {loader.rows_seen:,} rows seen")
-            self(resumed_at, event="resume")
+        if resuming:
+            print0(f"resumed at step {iter_num}, {loader.rows_seen:,} rows seen")
+            self(iter_num, event="resume")
 
     def step(self, **sums):
         """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
@@ -372,7 +371,7 @@ class Logger:
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], wait=wait_seconds / seconds,
-             epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.device),
+             epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.loader.device),
              targets=sums["targets"], clipped=sums["clipped"] / sums["steps"], skipped=self.skipped,
              recompiles=self.recompiles, seconds=self.seconds,
              flops=self.flops_per_token * self.loader.tokens, **values)

@@ -21,7 +21,7 @@ from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Pos
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr
-from tokenizer import padded_vocab_size, token_bytes
+from tokenizer import token_bytes
 
 # -----------------------------------------------------------------------------
 # settings
@@ -115,7 +115,7 @@ loader = BatchLoader(train_data, batch_size, seed, rank, world_size, device)
 
 torch.manual_seed(seed)  # the same weights on every rank
 model_args = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
-model_args["vocab_size"] = padded_vocab_size(tokenizer)
+model_args["vocab_size"] = train_data.vocab_size
 from_scratch = checkpoint is None
 if checkpoint:
     check_tokenizer(f"--data_dir={data_dir}", tokenizer, checkpoint)
@@ -189,8 +189,7 @@ runtime.report_settings(config, overrides)
 seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
 if not resuming:
     checkpointer.remove_old()
-log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, device, dtype, metrics,
-                     iter_num if resuming else None)
+log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, dtype, metrics, iter_num, resuming)
 if rank == 0 and (wandb_log or tensorboard):
     log.trackers = load_extra("trackers", config, "wandb_log", "tensorboard").start(config)
 if options:

@@ -323,8 +323,8 @@ def test_ranks_that_do_not_divide_are_refused_with_the_values_that_do(shards, tm
     ("loss_scale", [64.0, 32.0, 32.0, 16.0, 8.0, 4.0, 8.0], [5])])
 def test_what_gets_worse_three_times_in_a_row_is_a_warning(tmp_path, capsys, name, values, warned):
     gpt, loader = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8)), types.SimpleNamespace(
-        dataset=types.SimpleNamespace(max_seq_len=8), world_size=1, tokens=0)
-    log = runtime.Logger(tmp_path, {}, 9, loader, gpt, torch.device("cpu"), "float32", [], None)
+        dataset=types.SimpleNamespace(max_seq_len=8), device=torch.device("cpu"), world_size=1, tokens=0)
+    log = runtime.Logger(tmp_path, {}, 9, loader, gpt, "float32", [], 0, False)
     for i, value in enumerate(values):
         capsys.readouterr()
         log(i, **{name: value})
