@@ -31,11 +31,13 @@ class TokenDataset:
     def __init__(self, data_dir, split, max_seq_len):
         paths = sorted(Path(data_dir).glob(f"*{split}_[0-9]*.bin"))
         if not paths:
+            source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
-                 f"python prepare_data.py --data_dir={data_dir} --max_tokens=1000000000 (of FineWeb-Edu, or with "
-                 f"--dataset=python, or --files='TEXTS/*.txt')")
+                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
+                 f"--data_dir={data_dir}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         self.tokenizer = get_tokenizer(read_meta(data_dir)["tokenizer"])
+        self.vocab_size = padded_vocab_size(self.tokenizer)
         self.shards = [read_shard(path) for path in paths]
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
@@ -65,10 +67,9 @@ class TokenDataset:
             start = (i - self.starts[shard]) * T
             rows.append(self.shards[shard][start:start + T + 1])
         rows = np.stack(rows)  # (B, T + 1)
-        vocab_size = padded_vocab_size(self.tokenizer)
-        if rows.max() >= vocab_size:
+        if rows.max() >= self.vocab_size:
             fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
-                 f"{self.tokenizer.name}, ends at {vocab_size - 1}: its shards come from another tokenizer, or are "
+                 f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or are "
                  f"damaged", alone=True)
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
         return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
