@@ -137,8 +137,7 @@ class GPT2Attention(nn.Module):
         self.cache_shapes = [(config.n_head, config.n_embd // config.n_head)] * 2  # (heads, width) of k and of v
 
     def forward(self, x, rope, positions, mask, cache):
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)  # (B, T, nh, hd) each
         if cache is not None:
             k, v = write_cache(cache, positions, k, v)
         return self.c_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
@@ -166,12 +165,6 @@ class LlamaAttention(nn.Module):
         if cache is not None:
             k, v = write_cache(cache, positions, k, v)
         return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
-
-
-def rope_angles(length, dim, theta):
-    """Angles of rotary positions (Su et al. 2021, section 3.2.2): (length, dim / 2) float32, in radians."""
-    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    return torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
 
 
 def apply_rotary_emb(x, rope):
@@ -203,56 +196,54 @@ class MLA(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        c, gpt2 = config, config.arch == "gpt2"
-        self.n_head, self.rank, self.dropout = c.n_head, c.kv_lora_rank, c.dropout
-        self.nope_dim, self.rope_dim, self.v_dim = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        q_width = c.n_head * (self.nope_dim + self.rope_dim)
+        c = self.config = config
+        gpt2, q_width = c.arch == "gpt2", c.n_head * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         if c.q_lora_rank is None:
             self.q_proj = nn.Linear(c.n_embd, q_width, bias=gpt2)
         else:
             self.q_a_proj = nn.Linear(c.n_embd, c.q_lora_rank, bias=False)
             self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
             self.q_b_proj = nn.Linear(c.q_lora_rank, q_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, self.rank + self.rope_dim, bias=False)
-        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(self.rank, eps=1e-6)
-        self.kv_b_proj = nn.Linear(self.rank, c.n_head * (self.nope_dim + self.v_dim), bias=False)
-        self.o_proj = nn.Linear(c.n_head * self.v_dim, c.n_embd, bias=gpt2)
-        self.cache_shapes = [(1, self.rank + self.rope_dim)]  # the latent and the rotated key
+        self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(c.kv_lora_rank, eps=1e-6)
+        self.kv_b_proj = nn.Linear(c.kv_lora_rank, c.n_head * (c.qk_nope_head_dim + c.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(c.n_head * c.v_head_dim, c.n_embd, bias=gpt2)
+        self.cache_shapes = [(1, c.kv_lora_rank + c.qk_rope_head_dim)]  # the latent and the rotated key
 
     def forward(self, x, rope, positions, mask, cache):
-        B, T, _ = x.shape
-        if hasattr(self, "q_proj"):
+        c = self.config
+        if c.q_lora_rank is None:
             q = self.q_proj(x)
         else:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x).float()))
-        q = q.view(B, T, self.n_head, self.nope_dim + self.rope_dim)
-        q_nope, q_pe = q.split([self.nope_dim, self.rope_dim], dim=-1)
-        latent, k_pe = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope_dim], dim=-1)
+        q_nope, q_pe = q.unflatten(-1, (c.n_head, -1)).split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        latent, k_pe = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent.float()).type_as(q)  # (B, T, rank)
-        if self.rope_dim:
-            q_pe = apply_rotary_emb(interleaved_to_half(q_pe.float()), rope).type_as(q)
-            k_pe = apply_rotary_emb(interleaved_to_half(k_pe.float())[:, :, None], rope)[:, :, 0].type_as(q)
+        k_pe = k_pe[:, :, None]  # (B, T, 1, rope): one head
+        if c.qk_rope_head_dim:
+            q_pe, k_pe = (apply_rotary_emb(interleaved_to_half(pe.float()), rope).type_as(q) for pe in (q_pe, k_pe))
         if cache is not None:
-            keys, = write_cache(cache, positions, torch.cat((latent, k_pe), dim=-1)[:, :, None])
+            keys, = write_cache(cache, positions, torch.cat((latent[:, :, None], k_pe), dim=-1))
             return self.o_proj(self.forward_absorbed(q_nope, q_pe, keys.type_as(q), mask))
-        kv = self.kv_b_proj(latent).view(B, T, self.n_head, self.nope_dim + self.v_dim)
-        k_nope, v = kv.split([self.nope_dim, self.v_dim], dim=-1)
+        kv = self.kv_b_proj(latent).unflatten(-1, (c.n_head, -1))
+        k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         q = torch.cat((q_nope, q_pe), dim=-1)
-        k = torch.cat((k_nope, k_pe[:, :, None].expand(-1, -1, self.n_head, -1)), dim=-1)
-        return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+        k = torch.cat((k_nope, k_pe.expand(-1, -1, c.n_head, -1)), dim=-1)
+        return self.o_proj(attend(q, k, v, mask, c.dropout if self.training else 0.0))
 
     def forward_absorbed(self, q_nope, q_pe, keys, mask):
         """Attention over cached keys (B, S, 1, rank + rope), without any head's own key or value -> (B, T, nh * v)."""
-        B, T = q_nope.shape[:2]
+        c = self.config
         up = self.kv_b_proj  # with an adapter (extras/lora.py) the weight is the merged one
         up = up.merged_weight() if hasattr(up, "merged_weight") else up.weight
-        up = up.view(self.n_head, self.nope_dim + self.v_dim, self.rank).to(q_nope.dtype)
-        up_k, up_v = up.split([self.nope_dim, self.v_dim], dim=1)
+        up = up.unflatten(0, (c.n_head, -1)).to(q_nope.dtype)
+        up_k, up_v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
         q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)[:, None]  # (B, 1, T * nh, rank + rope): heads as queries
-        keys, mask = keys.transpose(1, 2), mask.repeat_interleave(self.n_head, 2)  # (B, 1, S, .), (B, 1, T * nh, S)
-        y = decode_attention(q, keys, keys[..., :self.rank], mask, 1 / math.sqrt(self.nope_dim + self.rope_dim))
-        return torch.einsum("bthr,hdr->bthd", y.view(B, T, self.n_head, self.rank), up_v).flatten(2)
+        keys, mask = keys.transpose(1, 2), mask.repeat_interleave(c.n_head, 2)  # (B, 1, S, .), (B, 1, T * nh, S)
+        scale = 1 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
+        y = decode_attention(q, keys, keys[..., :c.kv_lora_rank], mask, scale)  # (B, 1, T * nh, rank)
+        return torch.einsum("bthr,hdr->bthd", y.squeeze(1).unflatten(1, (-1, c.n_head)), up_v).flatten(2)
 
 
 def interleaved_to_half(x):
@@ -386,9 +377,10 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
         else:
             rotated = config.qk_rope_head_dim or config.n_embd // config.n_head  # all of a head, except with mla
-            angles = rope_angles(config.max_seq_len, rotated, config.rope_theta)
-            self.register_buffer("rope_cos", angles.cos(), persistent=False)  # (max_seq_len, rotated / 2)
-            self.register_buffer("rope_sin", angles.sin(), persistent=False)
+            # rotary positions (Su et al. 2021, section 3.2.2)
+            frequencies = config.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+            angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)  # in radians
+            self.rope = nn.Buffer(torch.stack((angles.cos(), angles.sin())), persistent=False)  # (2, T, rotated / 2)
         self.init_weights()
 
     def init_weights(self):
@@ -425,8 +417,8 @@ class GPT(nn.Module):
         x = self.hidden_states(idx, positions, mask, cache)
         if targets is None:
             return self.lm_head(x)
-        loss_fn = self.loss_fn if self.training else linear_cross_entropy
-        return loss_fn(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), **loss_inputs)
+        inputs = x.flatten(0, 1), self.lm_head.weight, targets.flatten()
+        return self.loss_fn(*inputs, **loss_inputs) if self.training else linear_cross_entropy(*inputs)
 
     def hidden_states(self, idx, positions=None, mask=None, cache=None):
         """
@@ -448,7 +440,7 @@ class GPT(nn.Module):
         if self.config.arch == "gpt2":
             x = x + self.transformer.wpe(positions)
         else:
-            rope = [table[positions][:, :, None] for table in (self.rope_cos, self.rope_sin)]
+            rope = self.rope[:, positions].unsqueeze(3).unbind()
         if cache is not None:
             S = cache[0][0].size(2)
             mask = (torch.arange(S, device=idx.device) <= positions[..., None])[:, None]  # (B, 1, T, S)
@@ -474,11 +466,10 @@ class GPT(nn.Module):
         looked up and cost none; a tied one counts as the head.
         """
         c = self.config
-        hd = c.n_embd // c.n_head
-        tables = ("transformer.wpe.weight",) + ("transformer.wte.weight",) * (c.arch == "llama")
+        table = "transformer.wpe.weight" if c.arch == "gpt2" else "transformer.wte.weight"
         matmuls = sum((6 if p.requires_grad else 4) * p.numel() for name, p in self.named_parameters()
-                      if name not in tables)
-        widths = 2 * hd  # of q . k and of p . v
+                      if name != table)
+        widths = 2 * c.n_embd // c.n_head  # of q . k and of p . v
         if c.attention == "mla":
             widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
         return matmuls + 6 * c.n_layer * T * c.n_head * widths

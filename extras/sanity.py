@@ -21,7 +21,6 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
     if world_size > 1:
         fail("--sanity_check=True: start it without torchrun")
     model.eval()  # for the plain cross entropy, without a teacher's, and without dropout
-    inputs = {name: batch[name] for name in ("idx", "targets", "positions", "mask") if name in batch}
     targets = (batch["targets"] != IGNORE).sum()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad and "loss_fn" not in name}
     for p in params.values():
@@ -34,7 +33,7 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
 
     for step in range(steps):
         with autocast:
-            loss = model(**inputs) / targets
+            loss = model(**batch) / targets
         loss.backward()
         if step == 0:
             first, expected = loss.item(), math.log(model.config.vocab_size)
