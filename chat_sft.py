@@ -154,7 +154,7 @@ if sparsity:
     gradient_hooks.append(pruner.mask_gradients)
     metrics.append(pruner.metrics)
 if config["optimizer"] == "adamw_spam":
-    gradient_hooks.append(load_extra("spam", config, "optimizer").Spam(optimizer))
+    gradient_hooks.append(load_extra("spam", config, "optimizer").spam_hook(optimizer))
 rollback = load_extra("rollback", config, *overrides.keys() & {"spike_loss", "spike_norm"})
 guard = rollback and rollback.SpikeGuard(config, optimizer, scaler)
 if guard:

@@ -17,30 +17,24 @@ spam_warmup: NonNegative | None = None  # steps in which the rate rises after a 
 spam_theta: Annotated[float, 1, math.inf] = 5000.0  # a spike is an element whose square is over theta times v
 
 
-class Spam:
+def spam_hook(optimizer):
     """
-    A gradient hook. Every spam_interval steps the moments, and the step count that corrects their bias (the authors
-    keep it), start at zero again, and the learning rate rises from a hundredth along half a cosine over the next
-    spam_warmup. iter_num alone determines all of it, so there is nothing to save.
+    A gradient hook. Each element g of a gradient with g^2 > theta v becomes sign(g) sqrt(theta v), v being its second
+    moment before this step. One whose v is zero stays, as does one that is not finite: the loop looks for those.
+
+    Every spam_interval steps the moments, and the step count that corrects their bias (the authors keep it), start at
+    zero again, and the learning rate rises from a hundredth along half a cosine over the next spam_warmup. Nothing is
+    clipped in the first 20 steps (at most 0.04 spam_interval) after a reset, in which v is not settled. iter_num alone
+    determines all of it, so there is nothing to save.
     """
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    @torch.no_grad()
-    def __call__(self, iter_num):
-        """
-        Each element g of a gradient with g^2 > theta v becomes sign(g) sqrt(theta v), v being its second moment before
-        this step. One whose v is zero stays, as does one that is not finite: the loop looks for those. None is
-        clipped in the first 20 steps (at most 0.04 spam_interval) after a reset, in which v is not settled.
-        """
+    def hook(iter_num):
         since = iter_num % spam_interval  # steps
         warmup = min(150, 0.3 * spam_interval) if spam_warmup is None else spam_warmup
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             if iter_num >= spam_interval and since < warmup:
                 group["lr"] *= 1 - 0.99 * 0.5 * (1 + math.cos(math.pi * since / warmup))
             for p in group["params"]:
-                state = self.optimizer.state.get(p)
+                state = optimizer.state.get(p)
                 if not state:
                     continue
                 if since == 0:
@@ -52,3 +46,5 @@ class Spam:
                         g, v = g.to_local(), v.to_local()
                     limit = (spam_theta * v).sqrt()
                     g.copy_(torch.where((v > 0) & g.isfinite(), g.clamp(-limit, limit), g))
+
+    return hook

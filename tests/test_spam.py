@@ -16,7 +16,7 @@ def learn(optimizer, steps, spike_at=None):
     """
     gpt = small_gpt("gpt2")
     groups = configure_optimizer(gpt, optimizer_config(optimizer, learning_rate=3e-3))
-    hook = spam.Spam(groups) if optimizer == "adamw_spam" else lambda iter_num: None
+    hook = spam.spam_hook(groups) if optimizer == "adamw_spam" else lambda iter_num: None
     idx = torch.arange(64).view(8, 8) * 7 % 32
     losses = []
     for step in range(steps):
@@ -51,7 +51,7 @@ def with_moments(shape=(1000,)):
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.zeros(shape))
     optimizer = configure_optimizer(model, optimizer_config("adamw_spam"))
-    hook = spam.Spam(optimizer)
+    hook = spam.spam_hook(optimizer)
     model.weight.grad = torch.ones(shape)
     optimizer.step()
     optimizer.state[model.weight]["exp_avg_sq"] = torch.linspace(0, 1e-3, model.weight.numel()).view(shape)
