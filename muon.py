@@ -10,18 +10,18 @@ newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no p
 class MuonAdamW(torch.optim.Optimizer):
     """
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, for one
-    group, and AdamW for the others: torch's own two, as one optimizer.
+    group, the first, and AdamW for the others: torch's own two, as one optimizer. adamw: AdamW's settings.
 
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Momentum buffers stay on the owner
     until state_dict, a collective call, gathers them. Under FSDP every rank gathers and orthogonalizes every matrix,
     and keeps its shard.
     """
 
-    def __init__(self, muon_group, adamw_groups, adamw):
-        self.muon = torch.optim.Muon([muon_group], lr=adamw["lr"])
-        self.adamw = torch.optim.AdamW(adamw_groups, **adamw)
-        super().__init__(self.muon.param_groups + self.adamw.param_groups, {})
-        matrices = muon_group["params"]
+    def __init__(self, groups, adamw):
+        self.muon = torch.optim.Muon(groups[:1])  # each completes its groups in place with its own settings
+        self.adamw = torch.optim.AdamW(groups[1:], **adamw)
+        super().__init__(groups, {})
+        matrices = groups[0]["params"]
         self.sharded = hasattr(matrices[0], "full_tensor")
         self.owner = {}  # matrix -> the rank that updates it, where several share the work
         if dist.is_initialized() and not self.sharded:

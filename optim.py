@@ -42,11 +42,10 @@ def configure_optimizer(model, config):
             rate = learning_rate if rate is None else rate
             groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
                            "weight_decay": 0.0 if kind in ("vectors", "loss_fn") else config["weight_decay"]})
-    adamw = dict(lr=learning_rate, betas=(config["beta1"], config["beta2"]),
-                 fused=groups[0]["params"][0].device.type in ("cpu", "cuda"))
+    adamw = dict(betas=(config["beta1"], config["beta2"]), fused=groups[0]["params"][0].device.type in ("cpu", "cuda"))
     if muon:
         from muon import MuonAdamW
-        return MuonAdamW(groups[0], groups[1:], adamw)
+        return MuonAdamW(groups, adamw)
     return torch.optim.AdamW(groups, **adamw)
 
 
@@ -70,9 +69,8 @@ def build_schedule(config, max_iters):
                   warmup-stable-decay (Hu et al. 2024; the linear form: Hagele et al. 2024),
         constant  stays.
     """
-    schedule, learning_rate, min_lr, warmup_iters, wsd_decay_frac = (
-        config[key] for key in ("lr_schedule", "learning_rate", "min_lr", "warmup_iters", "wsd_decay_frac"))
-    decay_iters = config["lr_decay_iters"]
+    schedule, learning_rate, min_lr, warmup_iters, decay_iters, wsd_decay_frac = (config[key] for key in (
+        "lr_schedule", "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "wsd_decay_frac"))
     if decay_iters is None or schedule == "constant":
         decay_iters = max_iters
     if warmup_iters is None:  # chat tuning
@@ -95,11 +93,12 @@ def build_schedule(config, max_iters):
             return min_lr
         if schedule == "cosine":
             progress = (it - warmup_iters) / (decay_iters - warmup_iters)
-            return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
-        if schedule == "wsd":
-            left = (decay_iters - it) / (wsd_decay_frac * decay_iters)
-            return min_lr + min(1.0, left) * (learning_rate - min_lr)
-        raise ValueError(f"lr_schedule={schedule}: it has no formula here")
+            coeff = 0.5 * (1 + math.cos(math.pi * progress))
+        elif schedule == "wsd":
+            coeff = min(1.0, (decay_iters - it) / (wsd_decay_frac * decay_iters))
+        else:
+            raise ValueError(f"lr_schedule={schedule}: it has no formula here")
+        return min_lr + coeff * (learning_rate - min_lr)
 
     get_lr(max(warmup_iters, decay_iters - 1))  # so a schedule without a formula is found before the first step
     return get_lr
