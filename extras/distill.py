@@ -123,7 +123,7 @@ class Distillation(nn.Module):
         self.digest = digest_weights({**checkpoint["model_args"], "dropout": 0.0}, net.state_dict())
         net.requires_grad_(False)
         if config["fsdp"] or shard_teacher:
-            load_extra("fsdp", config, "shard_teacher").apply_fsdp(net, device, dtype, options)
+            load_extra("fsdp", config, "fsdp", "shard_teacher").apply_fsdp(net, device, dtype, options)
         else:
             net.to(device)
             if options:

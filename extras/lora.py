@@ -75,8 +75,7 @@ class Lora:
         if config["optimizer"] != "adamw":
             fail(f"--optimizer={config['optimizer']}: adapters (--lora_rank) train with adamw")
         if resuming:
-            self.base = checkpoint["lora"]
-            model.load_state_dict(load_base(checkpoint))
+            model.load_state_dict(load_base(checkpoint))  # the rest comes with load_state_dict
         else:
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")
