@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from configurator import fail
@@ -19,14 +18,14 @@ def apply_fsdp(model, device, dtype, options):
     """
     if not dist.is_initialized() or dtype == "float16":
         fail(f"--fsdp=True: expected several ranks (start with torchrun), and bfloat16 or float32 (it is {dtype})")
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == "float32" else getattr(torch, dtype),
-                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32,
+                                  cast_forward_inputs=False)
+    settings = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
     for block in model.transformer.h:
         if options:
             block.compile(**options)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
     register_fsdp_forward_method(model, "hidden_states")
     return model
 
@@ -41,16 +40,15 @@ def get_state(model, optimizer):
     if dist.get_rank() > 0:
         return {}, {}
     number = {name: i for i, name in enumerate(name for group in named["param_groups"] for name in group["params"])}
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
-    return weights, {"state": {number[name]: state for name, state in named["state"].items()}, "param_groups": groups}
+    return weights, {"state": {number[name]: state for name, state in named["state"].items()},
+                     "param_groups": optimizer.state_dict()["param_groups"]}
 
 
 def load_state(model, optimizer, checkpoint):
     """The reverse, from a checkpoint that every rank has read. The settings of the optimizer's groups stay."""
     options = StateDictOptions(full_state_dict=True, strict="lora" not in checkpoint)
     set_model_state_dict(model, checkpoint["model"], options=options)
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    groups = [{**group, "params": [name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
     names = [name for group in groups for name in group["params"]]  # by their numbers
     state = {names[i]: values for i, values in checkpoint["optimizer"]["state"].items()}
     set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
