@@ -17,7 +17,8 @@ def apply_fsdp(model, device, dtype, options):
     `dtype`, gradients are reduced in float32.
     """
     if not dist.is_initialized() or dtype == "float16":
-        fail(f"--fsdp=True: expected several ranks (start with torchrun), and bfloat16 or float32 (it is {dtype})")
+        fail(f"--shard_teacher=True or --fsdp=True: expected several ranks (start with torchrun), and bfloat16 or "
+             f"float32 (it is {dtype})")
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
     settings = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
