@@ -262,10 +262,6 @@ class Checkpointer:
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
         self.on_disk = 0  # iter_num of ckpt.pt; at first there is none, and step 0 needs none
         self.pool, self.pending = ThreadPoolExecutor(1), None
-        intervals = {name: config[name] for name in ("eval_interval", "save_interval") if config[name]}
-        if all(self.keep_interval % interval for interval in intervals.values()):
-            fail(f"--keep_interval={self.keep_interval}: expected a multiple of "
-                 f"{' or '.join(f'--{name}={interval}' for name, interval in intervals.items())}")
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
         if found and not resuming:
             if not config["overwrite"]:

@@ -13,7 +13,7 @@ import runtime
 from configurator import fail
 from model import IGNORE
 from shards import read_meta, read_shard
-from tokenizer import get_tokenizer, padded_vocab_size
+from tokenizer import get_tokenizer, padded_vocab_size, token_bytes
 
 
 def to_device(array, device):
@@ -69,8 +69,8 @@ class TokenDataset:
         rows = np.stack(rows)  # (B, T + 1)
         if rows.max() >= self.vocab_size:
             fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
-                 f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or are "
-                 f"damaged", alone=True)
+                 f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or "
+                 f"are damaged", alone=True)
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
         return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
 
@@ -147,24 +147,25 @@ class BatchLoader:
 
 
 @torch.no_grad()
-def validation_loss(model, dataset, batch_size, eval_iters, token_bytes, device, rank, world_size, progress=iter):
+def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_size, progress=iter):
     """
     Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the
     targets' text. Every call reads the same rows; the ranks share them, and their number changes nothing.
 
     model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
-    token_bytes: (V,) from tokenizer.token_bytes. progress: wraps an iterable, as tqdm does.
+    progress: wraps an iterable, as tqdm does.
     """
     was_training = model.training
     model.eval()
-    n_rows, token_bytes = min(len(dataset), eval_iters * batch_size), torch.from_numpy(token_bytes)
+    n_rows = min(len(dataset), eval_iters * batch_size)
+    token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
     for first in progress(range(0, n_rows, world_size * batch_size)):  # as often on each rank, for FSDP
         rows = torch.arange(batch_size) + first + rank * batch_size
         batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
         batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)
         targets = batch["targets"][batch["targets"] != IGNORE].cpu()
-        totals += torch.tensor([model(**batch).item(), len(targets), token_bytes[targets].sum()], dtype=torch.float64)
+        totals += torch.tensor([model(**batch).item(), len(targets), token_sizes[targets].sum()], dtype=torch.float64)
     model.train(was_training)
     if device.type == "cuda":  # for nccl; MPS has no float64
         totals = totals.to(device)

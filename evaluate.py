@@ -40,7 +40,7 @@ from configurator import Positive, configure, fail, one_line_errors
 from dataloader import TokenDataset, validation_loss
 from runtime import print0
 from sample import generate, generation_limits
-from tokenizer import chat_tokens, get_tokenizer, render_chat, token_bytes
+from tokenizer import chat_tokens, get_tokenizer, render_chat
 
 TASKS = {  # name on the hub, configuration, split
     "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels
@@ -317,8 +317,8 @@ if __name__ == "__main__":
             val_data = TokenDataset(data_dir, "val", model.config.max_seq_len)
             check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
             rows = min(len(val_data), eval_iters * batch_size)
-            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, token_bytes(tokenizer),
-                                                device, rank, world_size, progress)
+            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, device, rank, world_size,
+                                                progress)
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
             print0(f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, "
                    f"{val_bpb:.4f} bits per byte, over {rows} of the {len(val_data)} rows of "

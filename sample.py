@@ -89,8 +89,8 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
 @torch.no_grad()
 def compile_step(model, batch):
     """
-    A model for generate with `batch` rows, from one in eval mode. It decodes compiled and reads prompts uncompiled. One
-    shape, one graph: its new_cache returns one cache of max_seq_len positions again and again. Call it under the
+    A model for generate with `batch` rows, from one in eval mode. It decodes compiled and reads prompts uncompiled.
+    One shape, one graph: its new_cache returns one cache of max_seq_len positions again and again. Call it under the
     autocast that generate will run under: the matrices of `model`, which it shares, are converted to its dtype for
     good. (In eager mode autocast casts them once and caches the result; in a compiled step it would cast all of them
     for each id.)

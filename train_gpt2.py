@@ -21,7 +21,6 @@ from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Pos
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr
-from tokenizer import token_bytes
 
 # -----------------------------------------------------------------------------
 # settings
@@ -29,7 +28,7 @@ out_dir: str = "out"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "scratch"  # scratch | resume | auto (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 save_interval: Positive | None = None  # steps between more saves, without an evaluation; None: none
-keep_interval: NonNegative = 0  # steps between snapshots that are kept, as ckpt_STEP.pt; 0 = none
+keep_interval: NonNegative = 0  # steps between saves that are kept, as ckpt_STEP.pt; 0 = none
 eval_interval: Positive = 500  # steps between evaluations; before each, but for step 0's, a checkpoint is saved
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 are 1M tokens
 eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
@@ -197,7 +196,6 @@ if options:
 
 # -----------------------------------------------------------------------------
 # training loop; iter_num counts the steps taken
-token_sizes = token_bytes(tokenizer)
 runtime.catch_signals()
 while True:
     # the checkpoint is written by a thread during the evaluation, so a failure in there loses no step
@@ -206,13 +204,12 @@ while True:
         runtime.print0("evaluating ...")
         checkpointer.save(iter_num)
         with autocast:
-            val_loss, val_bpb = validation_loss(compiled, val_data, batch_size, eval_iters, token_sizes, device, rank,
-                                                world_size)
+            val_loss, val_bpb = validation_loss(compiled, val_data, batch_size, eval_iters, device, rank, world_size)
         log(iter_num, val_loss=val_loss, val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
         checkpointer.evaluated(iter_num, val_loss)  # waits for the write: a hook may swap the weights
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
-    elif save_interval and iter_num % save_interval == 0:
+    elif any(interval and iter_num % interval == 0 for interval in (save_interval, keep_interval)):
         checkpointer.save(iter_num)
         checkpointer.wait()
     if done:

@@ -7,8 +7,8 @@ import torch
 import runtime
 from conftest import refused, run
 
-TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--train_iters=2", "--chat_iters=2", "--context=16", "--new_tokens=3",
-        "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2",
+TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--train_iters=2", "--chat_iters=2", "--context=16",
+        "--new_tokens=3", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2",
         "--chat_args=--max_seq_len=64 --batch_size=1"]
 
 # nanoGPT's step takes 0.1 s, the first one 5 s; of decoding it has only the signature

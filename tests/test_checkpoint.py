@@ -46,9 +46,10 @@ def test_snapshots_and_the_best_are_kept_without_a_copy(shards, tmp_path):
     assert [load(tmp_path, name)["iter_num"] for name in ("ckpt_best.pt", "ckpt.pt")] == [20, 22]
 
 
-def test_saves_between_evaluations_resume_and_the_best_stays_that_of_an_evaluation(shards, tmp_path):
+@pytest.mark.parametrize("flags", [["--save_interval=3", "--keep_interval=3"], ["--keep_interval=3"]], ids=len)
+def test_saves_between_evaluations_resume_and_the_best_stays_that_of_an_evaluation(shards, tmp_path, flags):
     run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/a", "--max_iters=8",
-        "--lr_decay_iters=8", "--eval_interval=4", "--save_interval=3", "--keep_interval=3")
+        "--lr_decay_iters=8", "--eval_interval=4", *flags)
     names = "ckpt_3.pt", "ckpt_6.pt", "ckpt_best.pt", "ckpt.pt"
     assert [load(tmp_path / "a", name)["iter_num"] for name in names] == [3, 6, 8, 8]
     assert [load(tmp_path / "a", name)["val_iter"] for name in names] == [0, 4, 8, 8]
@@ -265,7 +266,7 @@ class Entry:
 def new_checkpointer(folder, **entries):
     gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
     state = {"model": gpt, "optimizer": torch.optim.AdamW(gpt.parameters()), **entries}
-    facts = {**small_checkpoint(), "config": dict(keep_interval=0, save_interval=None, eval_interval=1, overwrite=True,
+    facts = {**small_checkpoint(), "config": dict(keep_interval=0, overwrite=True,
                                                    init_from="scratch", teacher=None)}
     for key in ("model", "iter_num", "val_loss", "val_iter"):
         del facts[key]

@@ -1,4 +1,4 @@
-"""Anything in extras/ can be deleted, and a script can be copied and renamed: each tree is a copy, run by its own processes."""
+"""Anything in extras/ can be deleted, and a script copied and renamed: each tree is a copy with its own processes."""
 import json
 import os
 import re
@@ -13,9 +13,9 @@ from conftest import ROOT, TINY
 
 SCRIPTS = ("train_gpt2.py", "chat_sft.py", "prepare_data.py", "sample.py", "evaluate.py", "export_hf.py", "bench.py")
 # what asks for each file; plot is on by default, compare is a script: nothing asks for them
-ASKED = {"distill": "--teacher=out/ckpt.pt", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam", "fsdp": "--fsdp=True",
-         "rollback": "--spike_loss=2", "sanity": "--sanity_check=True", "trackers": "--tensorboard=True",
-         "lora": "--lora_rank=2", "plot": None, "compare": None}
+ASKED = {"distill": "--teacher=out/ckpt.pt", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam",
+         "fsdp": "--fsdp=True", "rollback": "--spike_loss=2", "sanity": "--sanity_check=True",
+         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "plot": None, "compare": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
 
 # runs several commands in one go, each in a process of its own: a fork that has imported torch, and nothing of ours
@@ -48,7 +48,8 @@ def copy_tree(folder, without=()):
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
-    shutil.copytree(ROOT / "extras", folder / "extras", ignore=shutil.ignore_patterns("__pycache__", *(f"{x}.py" for x in without)))
+    ignore = shutil.ignore_patterns("__pycache__", *(f"{extra}.py" for extra in without))
+    shutil.copytree(ROOT / "extras", folder / "extras", ignore=ignore)
     return folder
 
 
@@ -58,8 +59,9 @@ def clean_env():
 
 def run_in(folder, *commands):
     """Runs commands in a copy of the tree. Returns [(exit code, output), ...]."""
-    done = subprocess.run([sys.executable, "-c", DRIVER.replace("{checkout!r}", repr(str(ROOT))), json.dumps(commands)],
-                          cwd=folder, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    driver = DRIVER.replace("{checkout!r}", repr(str(ROOT)))
+    done = subprocess.run([sys.executable, "-c", driver, json.dumps(commands)], cwd=folder, env=clean_env(),
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     parts = re.split(r"^\$ .*\n", done.stdout, flags=re.MULTILINE)[1:]
     assert len(parts) == len(commands), done.stdout
     results = [re.fullmatch(r"(.*)^= (-?\d+)\n", part, re.DOTALL | re.MULTILINE).groups() for part in parts]
@@ -96,7 +98,8 @@ def test_without_any_extras_everything_else_runs(shards, tmp_path):
         *([script, "--help"] for script in SCRIPTS))
     for code, output in results:
         assert code == 0, output[-3000:]
-    assert "resumed at step 1" in results[2][1] and "extras/rollback.py is not here: running without it" in results[1][1]
+    assert "resumed at step 1" in results[2][1]
+    assert "extras/rollback.py is not here: running without it" in results[1][1]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -147,7 +150,9 @@ def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
         output += line
     program.send_signal(signal.SIGTERM)
     output += program.communicate()[0]
-    assert program.returncode == 0 and "resume with python mine.py --init_from=resume --out_dir=out" in output, output[-2000:]
+    assert program.returncode == 0, output[-2000:]
+    assert "resume with python mine.py --init_from=resume --out_dir=out" in output, output[-2000:]
     step = int(re.search(r"stopped after step (\d+)", output)[1])
     [(code, output)] = run_in(tree, ["mine.py", "--init_from=resume", "--out_dir=out", f"--max_iters={step + 2}"])
-    assert code == 0 and f"resumed at step {step}" in output and f"done after {step + 2} steps" in output, output[-2000:]
+    assert code == 0 and f"resumed at step {step}" in output, output[-2000:]
+    assert f"done after {step + 2} steps" in output, output[-2000:]

@@ -280,7 +280,6 @@ def test_a_large_seed_is_taken(shards, tmp_path):
     (["--lr_schedule=wsd", "--warmup_iters=17"], ["warmup_iters=17", "16 steps"]),
     (["--init_from=nowhere.pt"], ["nowhere.pt", "not a readable checkpoint"]),
     (["--init_from=resume"], ["--init_from=resume", "holds no run"]),
-    (["--keep_interval=7"], ["keep_interval=7", "eval_interval=10", "multiple"]),
     (["--compile=True", "--compile_backend=fastest"], ["compile_backend=fastest", "inductor"]),
 ])
 def test_mistakes_are_refused_in_one_line(shards, tmp_path, args, words):
