@@ -59,6 +59,8 @@ def load_checkpoint(path, merge=True):
             if "block_size" in checkpoint["model_args"]:
                 from export_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
+            for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
+                checkpoint[key]  # or it is a checkpoint of something else
             checkpoint["model_args"] = asdict(GPTConfig(**checkpoint["model_args"]))
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = format_error(error)
@@ -132,9 +134,12 @@ def start_run(config, overrides, stage):
     source = out_dir if resuming else init_from.removeprefix("auto:")
     checkpoint = load_checkpoint(source, merge=not resuming)
     if resuming:
-        if checkpoint["stage"] != stage or "optimizer" not in checkpoint:
-            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model, of another script or without its "
-                 f"optimizer; start a new run from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
+        if checkpoint["stage"] != stage:
+            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained "
+                 f"it, or start from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
+        if "optimizer" not in checkpoint:
+            fail(f"--init_from={init_from}: {out_dir} holds a model without its optimizer; start a new run with "
+                 f"--init_from={out_dir} --out_dir=...")
         resume_config(config, overrides, checkpoint)
     model_args = checkpoint["model_args"]
     for name in config.keys() & model_args.keys() - {"max_seq_len", "dropout"}:
@@ -260,13 +265,14 @@ class Checkpointer:
         config, folder = facts["config"], Path(out_dir)
         self.out_dir, self.state, self.keep_interval = folder, state, config["keep_interval"]
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
-        self.on_disk = 0  # iter_num of ckpt.pt; at first there is none, and step 0 needs none
+        self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt; at first there is none, and step 0 needs none
         self.pool, self.pending = ThreadPoolExecutor(1), None
         found = sorted(path.name for path in folder.glob("ckpt*.pt"))
         if found and not resuming:
             if not config["overwrite"]:
-                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: resume its run with --init_from=resume, "
-                     f"replace it with --overwrite=True, or give another folder")
+                resume = "resume it with --init_from=resume, " if has_checkpoint(out_dir) else ""
+                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, "
+                     f"or give another folder")
             for source in filter(None, (config["init_from"], config["teacher"])):
                 path = Path(source.removeprefix("auto:")).resolve()
                 if path.exists() and folder.resolve() in (path, path.parent):
@@ -292,26 +298,25 @@ class Checkpointer:
         Starts writing a checkpoint, unless this step's is there. It holds the last evaluation's val_loss, of step
         val_iter: a step is saved before it is evaluated. Call wait before a weight changes.
         """
-        if iter_num == self.on_disk and not again:
+        if iter_num == self.on_disk[0] and not again:
             return
         weights, optimizer = get_state(self.state["model"], self.state["optimizer"])
         entries = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
         checkpoint = dict(**entries, **self.facts, model=weights, optimizer=optimizer, iter_num=iter_num)
         snapshot = f"ckpt_{iter_num}.pt" if self.keep_interval and iter_num % self.keep_interval == 0 else None
         write = write_checkpoint if runtime.rank() == 0 else lambda *_: False
-        self.pending = iter_num, self.pool.submit(write, self.out_dir, checkpoint, snapshot)
+        self.pending = (iter_num, self.facts["val_iter"]), self.pool.submit(write, self.out_dir, checkpoint, snapshot)
 
     def wait(self):
-        """Waits for the write under way, if any. Returns True, on every rank, if it succeeded."""
+        """Waits for the write under way, if any; every rank learns whether it succeeded."""
         if self.pending is None:
             return
-        iter_num, future = self.pending
+        step, future = self.pending
         self.pending = None
         device = next(self.state["model"].parameters()).device
         if runtime.all_reduce(torch.tensor(float(future.result()), device=device))[0]:
-            self.on_disk = iter_num
-            runtime.interrupt_message = f": step {iter_num} is saved; {runtime.resume_hint(self.out_dir)}"
-            return True
+            self.on_disk = step
+            runtime.interrupt_message = f": step {step[0]} is saved; {runtime.resume_hint(self.out_dir)}"
 
     def evaluated(self, iter_num, val_loss):
         """Waits for the checkpoint of this step, and gives the one with the lowest val_loss a second name."""
@@ -322,18 +327,19 @@ class Checkpointer:
 
     def link_best(self):
         is_best = self.facts["val_loss"] == self.facts["best_val_loss"]
-        if runtime.rank() == 0 and self.on_disk == self.facts["val_iter"] > 0 and is_best:
+        if runtime.rank() == 0 and self.on_disk[0] == self.facts["val_iter"] > 0 and is_best:
             link(self.out_dir / "ckpt.pt", "ckpt_best.pt")
 
     def finish(self, iter_num):
         """Saves the last step, with its own val_loss if it was evaluated; where that fails, again, for ten minutes."""
         for attempt in range(20):
+            if self.on_disk == (iter_num, self.facts["val_iter"]):
+                return self.link_best()
             if attempt:
                 print0("trying again in 30 seconds")
                 time.sleep(30)
             self.save(iter_num, again=True)
-            if self.wait():
-                return self.link_best()
+            self.wait()
         fail(f"--out_dir={self.out_dir}: step {iter_num} could not be saved")
 
     def resume(self, checkpoint, max_iters):
@@ -367,6 +373,6 @@ class Checkpointer:
             if path.exists():
                 os.replace(path, path.with_name("ckpt_damaged.pt"))
             link(previous, path.name)
-        self.on_disk = checkpoint["iter_num"]
-        runtime.interrupt_message = f": step {self.on_disk} is saved; {runtime.resume_hint(self.out_dir)}"
-        return self.on_disk
+        self.on_disk = checkpoint["iter_num"], checkpoint["val_iter"]
+        runtime.interrupt_message = f": step {checkpoint['iter_num']} is saved; {runtime.resume_hint(self.out_dir)}"
+        return checkpoint["iter_num"]

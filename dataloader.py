@@ -1,7 +1,9 @@
 """Token shards -> batches, in an order that a row's number alone determines."""
 import functools
+import glob
 import hashlib
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +31,7 @@ class TokenDataset:
     """
 
     def __init__(self, data_dir, split, max_seq_len):
-        paths = sorted(Path(data_dir).glob(f"*{split}_[0-9]*.bin"))
+        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
         if not paths:
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "

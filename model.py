@@ -380,7 +380,8 @@ class GPT(nn.Module):
             # rotary positions (Su et al. 2021, section 3.2.2)
             frequencies = config.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
             angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)  # in radians
-            self.rope = nn.Buffer(torch.stack((angles.cos(), angles.sin())), persistent=False)  # (2, T, rotated / 2)
+            # (2, max_seq_len, rotated / 2)
+            self.rope = nn.Buffer(torch.stack((angles.cos(), angles.sin())), persistent=False)
         self.init_weights()
 
     def init_weights(self):

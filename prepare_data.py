@@ -189,8 +189,10 @@ if __name__ == "__main__":
             if existing_tokens > target_tokens:
                 raise ValueError(f"holds {existing_tokens} tokens; expected at most --max_tokens={max_tokens}")
             for split in ("train", "val"):
-                for i in range(done[f"{split} shards"]):
-                    read_shard(folder / f"{split}_{i:06d}.bin")  # ends the run if it is missing
+                names = sorted(path.name for path in folder.glob(f"{split}_*.bin"))
+                numbered = [f"{split}_{i:06d}.bin" for i in range(len(names))]
+                if names != numbered or len(names) < done[f"{split} shards"]:
+                    raise ValueError(f"{split} shards are missing, or there are others")
             if done["exhausted"] or done["tokens"] == target_tokens:
                 print(f"{folder} is prepared already: {done['documents']:,} documents, {done['tokens']:,} tokens")
                 raise SystemExit

@@ -76,9 +76,9 @@ def local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size):
     """Micro-steps of each rank: the setting counts those of the whole job and must be divisible by world_size."""
     if gradient_accumulation_steps % world_size:
         rows = batch_size * gradient_accumulation_steps
-        advice = f"{world_size} with --batch_size={rows // world_size} is the same {rows} rows per step"
-        if rows % world_size:
-            advice = f"{rows} rows per step cannot be shared equally"
+        multiples = range(gradient_accumulation_steps // world_size * world_size + world_size, rows + 1, world_size)
+        advice = next((f"give --gradient_accumulation_steps={steps} --batch_size={rows // steps}: the same {rows} rows"
+                       for steps in multiples if rows % steps == 0), f"{rows} rows cannot be shared equally")
         fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: expected a multiple of {world_size}, the "
              f"number of ranks; {advice}")
     return gradient_accumulation_steps // world_size
@@ -233,7 +233,7 @@ def wrap_model(orig_model, device, dtype, options, config):
     if not dist.is_initialized():
         return compiled, compiled
     ddp = DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    # buffers are constants, or sums that are reduced when logged. As an argument torch 2.13 has renamed it
+    # buffers are constants, or sums that are reduced when logged; set here, as torch 2.13 renamed the argument
     ddp.broadcast_buffers = False
     return ddp, compiled
 
@@ -282,8 +282,8 @@ def set_gradient_sync(model, sync):
         model.require_backward_grad_sync = sync
 
 
-def full(tensor):
-    """A norm or the like of a model that may be sharded; then all ranks call it."""
+def gather(tensor):
+    """The whole of a tensor that may be sharded. All ranks call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -294,7 +294,7 @@ def clip_grad_norm(model, max_norm):
     """
     params = [p for name, p in model.named_parameters() if not name.startswith("loss_fn.")]
     total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    norm = full(total).item()
+    norm = gather(total).item()
     if max_norm and math.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return norm
@@ -331,12 +331,13 @@ class Logger:
         self.flops_per_token = model.flops_per_token(loader.dataset.max_seq_len)
         self.peak_flops = peak_flops(loader.device, dtype) * loader.world_size
         self.skipped, self.recompiles, self.graphs = 0, 0, graphs_compiled()
+        loader.wait_seconds = 0.0  # without the first batch, which the warm-up waited for
         if rank() == 0:
             if not resuming:  # what an overwritten run left
                 self.path.unlink(missing_ok=True)
             elif self.path.exists():
-                for seconds in re.findall(r'"seconds": ([0-9.]+)', self.path.read_text(errors="replace"))[-1:]:
-                    self.seconds = float(seconds)
+                found = re.findall(r'"seconds": ([0-9.]+)', self.path.read_text(errors="replace"))
+                self.seconds = float(found[-1]) if found else 0.0
             (self.path.parent / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if resuming:
             print0(f"resumed at step {iter_num}, {loader.rows_seen:,} rows seen")
@@ -355,7 +356,7 @@ class Logger:
         self.skipped += 1
         if self.dtype != "float16" or not math.isfinite(loss_sum):
             first = next((name for name, p in self.model.named_parameters()
-                          if p.grad is not None and not full(p.grad.abs().max()).isfinite()), "none")
+                          if p.grad is not None and not gather(p.grad.abs().max()).isfinite()), "none")
             print0(f"WARNING: step {iter_num} is skipped, its {'norm' if math.isfinite(loss_sum) else 'loss'} is not "
                    f"finite (first among its gradients: {first}); {self.skipped} skipped so far")
 
@@ -421,12 +422,13 @@ def report_settings(config, overrides):
     print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     for needs, met, names in (
             ("--optimizer=muon", config["optimizer"] == "muon", "muon_lr"),
-            ("--optimizer=adamw_spam", config["optimizer"] == "adamw_spam", "spam_interval"),
+            ("--optimizer=adamw_spam", config["optimizer"] == "adamw_spam", "spam_interval spam_warmup spam_theta"),
             ("llama blocks", config["arch"] == "llama", "head_lr rope_theta"),
             ("--lr_schedule=wsd", config["lr_schedule"] == "wsd", "wsd_decay_frac"),
             ("another --lr_schedule", config["lr_schedule"] != "constant", "min_lr lr_decay_iters"),
             ("--sparsity", config["sparsity"], "prune_by prune_scope prune_begin prune_end prune_interval"),
-            ("--teacher", config["teacher"], "teacher_weight teacher_temperature learn_temperature teacher_cache"),
+            ("--teacher", config["teacher"],
+             "teacher_weight teacher_temperature learn_temperature teacher_cache shard_teacher"),
             ("--lora_rank", config.get("lora_rank"), "lora_alpha lora_dropout lora_targets"),
             ("--lora_rank=0", not config.get("lora_rank"), "embedding_lr head_lr vector_lr"),
             ("--wandb_log=True", config["wandb_log"], "wandb_project"),

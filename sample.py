@@ -44,7 +44,7 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
             positions = torch.arange(idx.size(1), device=device).expand_as(idx)
             cache = model.new_cache(len(rows), min(idx.size(1) + left, max_len), cache_dtype(device))
             model.hidden_states(idx, positions, cache=cache)
-        # a prompt's last position is computed again: the first id, too, is decoded in the one shape that is compiled
+        # the last position of the prompt is computed again, so that the first id is decoded in the shape of all others
         idx = torch.tensor([row[-1:] for row in rows], device=device)
         positions = torch.tensor([[len(row) - 1] for row in rows], device=device)
         logits = model(idx, positions=positions, cache=cache)[:, -1]

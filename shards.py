@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import one_line_errors
+from configurator import fail, one_line_errors
 
 HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
 
@@ -31,11 +31,12 @@ def read_shard(path):
 
 
 def read_meta(data_dir):
-    """meta.json of a folder of shards, a dict with at least tokenizer. Shards from elsewhere have none: gpt2's."""
+    """meta.json of a folder of shards, a dict with at least tokenizer. Without it they are gpt2's."""
     path = Path(data_dir) / "meta.json"
-    if not path.exists() and not (path.parent / "progress.json").exists():
+    if not path.exists():
+        if (path.parent / "progress.json").exists():
+            fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
         return {"tokenizer": "gpt2"}
-    with one_line_errors(f"data_dir={data_dir}: {path}", "was its preparation interrupted? Run the same "
-                         "prepare_data.py command again"):
+    with one_line_errors(str(path), "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
         return {**meta, "tokenizer": str(meta["tokenizer"])}

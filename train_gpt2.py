@@ -209,9 +209,9 @@ while True:
         checkpointer.evaluated(iter_num, val_loss)  # waits for the write: a hook may swap the weights
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
-    elif any(interval and iter_num % interval == 0 for interval in (save_interval, keep_interval)):
+    elif save_interval and iter_num % save_interval == 0 or keep_interval and iter_num % keep_interval == 0:
         checkpointer.save(iter_num)
-        checkpointer.wait()
+        checkpointer.wait()  # before a weight changes
     if done:
         break
 
@@ -247,7 +247,7 @@ while True:
 
     # log
     log.step(loss_sum=loss_sum, targets=tokens_per_step, tokens=tokens_per_step, rows=global_batch_size,
-             clipped=grad_norm > grad_clip > 0, seconds=time.perf_counter() - t0)
+             clipped=0 < grad_clip < grad_norm < math.inf, seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm)
     optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients

@@ -5,10 +5,11 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
 Each run has a folder in out_dir, and when it has ended a result.json in it. Started again after an interruption, this
-resumes the run that was under way and does not repeat the others.
+resumes the run that was under way and does not repeat the others. (So a model to start from is auto:PATH.)
 """
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,9 +43,12 @@ def train(flags):
     if not path.exists():
         if subprocess.run([sys.executable, ROOT / script, *command.split()[1:]], stdout=sys.stderr).returncode:
             fail(f"--runs: {command} failed, see above")
-        result = {"command": command}
-        for line in (folder / "log.jsonl").open():
-            result |= json.loads(line)
+        result, evaluated = {"command": command}, None
+        for entry in map(json.loads, (folder / "log.jsonl").open()):
+            result |= entry
+            evaluated = entry["iter"] if "val_loss" in entry else evaluated
+        if evaluated != result["iter"]:  # a run ends with an evaluation
+            fail(f"{folder}: stopped at step {result['iter']}; the same command resumes it")
         path.write_text(json.dumps(result, indent=1))
     result = json.loads(path.read_text())
     if result["command"] != command:
@@ -55,8 +59,11 @@ def train(flags):
 
 if __name__ == "__main__":
     configure(globals())
+    if not runs and not args:
+        fail("--runs: expected the flags of each run, separated by semicolons")
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the run under way, which saves and ends
     table = ""
     for flags in runs.split(";"):
         results = [train(f"{flags} --seed={seed}".strip()) for seed in range(1, seeds + 1)]
-        table += f"{flags.strip() or '(as it is)'}: {summary(results)}\n"
-    print(f"\n{script} {args}, mean and standard deviation over {seeds} seeds\n{table}")
+        table += f"{flags.strip() or '(no flags)'}: {summary(results)}\n"
+    print(f"\n{script} {args}, mean and standard deviation, --seeds={seeds}\n{table}")

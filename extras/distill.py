@@ -23,7 +23,7 @@ from model import IGNORE, LOSS_CHUNK, linear_cross_entropy
 teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
 teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
 learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
-shard_teacher: bool = False  # shard it over the ranks (fsdp.py), beside a student that is not
+shard_teacher: bool = False  # shard only the teacher over the ranks (fsdp.py); the student stays whole
 teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off, run it in each step
 
 
@@ -67,7 +67,7 @@ class DistillLoss(torch.autograd.Function):
                 log_count[k] = math.log(V - k)
             else:
                 t, s, log_count = (t @ teacher_head.t()).float(), logits, 0.0  # (chunk, V)
-            favourite = ids[:, :1] if k else t.argmax(-1, keepdim=True)  # the teacher's; a cache begins with it
+            favourite = ids[:, :1] if k else t.argmax(-1, keepdim=True)  # the teacher's likeliest id
             agree += ((logits.argmax(-1, keepdim=True) == favourite) & valid).sum()
             log_p = t * u - row_lse(t * u + log_count)
             probs, log_ratio = (log_p + log_count).exp(), log_p - (s * u - lse_T)

@@ -16,9 +16,10 @@ def apply_fsdp(model, device, dtype, options):
     Compiles (options: of torch.compile, or None) and shards a GPT in place, and returns it. Parameters are gathered in
     `dtype`, gradients are reduced in float32.
     """
-    if not dist.is_initialized() or dtype == "float16":
-        fail(f"--shard_teacher=True or --fsdp=True: expected several ranks (start with torchrun), and bfloat16 or "
-             f"float32 (it is {dtype})")
+    if not dist.is_initialized():
+        fail("--fsdp=True or --shard_teacher=True: expected several ranks; start with torchrun")
+    if dtype == "float16":
+        fail("--dtype=float16: expected bfloat16 or float32 with --fsdp=True or --shard_teacher=True")
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
     settings = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}

@@ -58,7 +58,7 @@ class SpikeGuard:
         """
         Restores the last checkpoint, or skips the step if there is none. Returns the next iter_num. Data moves on.
         """
-        if checkpointer.on_disk == 0:  # nothing is saved yet, as every rank knows
+        if checkpointer.on_disk[0] == 0:  # nothing is saved yet, as every rank knows
             log.skipped += 1
             runtime.print0(f"WARNING: step {iter_num} is skipped, {self.anomaly}; {log.skipped} skipped so far")
             return iter_num + 1

@@ -51,7 +51,7 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
             dead = {name: (p.grad == 0).all(1).float().mean() for name, p in params.items()
                     if name.endswith(MLP_INPUTS)}
             bad = [f"; {name}: {share:.0%}" for name, share in dead.items() if share > 0.05]
-            report(not bad, f"more than 5 % of the units are dead in {len(bad)} MLPs{''.join(bad[:5])}")
+            report(not bad, f"in {len(bad)} of {len(dead)} MLPs more than 5 % of the units are dead{''.join(bad[:5])}")
         torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)

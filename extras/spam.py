@@ -13,8 +13,8 @@ import torch
 from configurator import NonNegative, Positive
 
 spam_interval: Positive = 500  # steps between momentum resets
-spam_warmup: NonNegative | None = None  # steps in which the rate rises after a reset; None: 150, at most 0.3 intervals
-spam_theta: Annotated[float, 1, math.inf] = 5000.0  # a spike is an element whose square is over theta times v
+spam_warmup: NonNegative | None = None  # steps the rate rises over after a reset; None: 150, at most 0.3 spam_interval
+spam_theta: Annotated[float, 1, math.inf] = 5000.0  # an element is a spike if its square is over spam_theta times v
 
 
 def spam_hook(optimizer):

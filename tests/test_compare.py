@@ -17,7 +17,7 @@ def test_runs_are_compared_once_and_resumed(shards, tmp_path):
     assert len(results) == 4 and len({result["val_loss"] for result in results}) == 4
     for folder, result in zip(folders, results):
         assert result["val_loss"] == read_log(folder, "val_loss")["val_loss", 4]
-    table = output.partition("over 2 seeds\n")[2].splitlines()[:2]
+    table = output.partition("--seeds=2\n")[2].splitlines()[:2]
     for flags, line in zip(("--learning_rate=1e-3", "--optimizer=muon"), table):
         losses = [result["val_loss"] for result in results if flags in result["command"]]
         mean, spread = map(float, re.search(r"val_loss (\S+) \+/- (\S+),", line).groups())
@@ -26,10 +26,26 @@ def test_runs_are_compared_once_and_resumed(shards, tmp_path):
     (folders[0] / "result.json").unlink()  # as if it had been killed before
     again = run("extras/compare.py", *ARGS, small, f"--out_dir={tmp_path}")
     assert again.count("resumed at step 4") == 1 == again.count("done after 4 steps")
-    assert again.partition("over 2 seeds\n")[2].splitlines()[:2] == table
+    assert again.partition("--seeds=2\n")[2].splitlines()[:2] == table
     assert "give another folder" in refused("extras/compare.py", *ARGS, small + " --min_lr=0", f"--out_dir={tmp_path}")
 
 
 def test_a_run_that_fails_is_named(tmp_path):
     output = run("extras/compare.py", "--runs=--batch_size=0", f"--out_dir={tmp_path}", code=2)
     assert "--batch_size=0: expected at least 1" in output and "--runs: train_gpt2.py" in output
+
+
+def test_a_run_that_was_stopped_is_no_result(tmp_path):
+    """A signal ends it with exit code 0, but without the last evaluation."""
+    (tmp_path / "script.py").write_text("""
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[-1].partition("=")[2])
+folder.mkdir(parents=True)
+entries = {"iter": 3, "val_loss": 2.0}, {"iter": 5, "train_loss": 1.0}
+(folder / "log.jsonl").write_text("\\n".join(map(json.dumps, entries)))
+""")
+    output = run("extras/compare.py", "--args=--n_layer=1", f"--script={tmp_path}/script.py", f"--out_dir={tmp_path}/o",
+                 code=2)
+    assert "_seed_1: stopped at step 5; the same command resumes it" in output
+    assert not list(tmp_path.glob("o/*/result.json"))
+    assert "--runs: expected the flags" in refused("extras/compare.py")
