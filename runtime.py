@@ -336,7 +336,7 @@ class Logger:
             if not resuming:  # what an overwritten run left
                 self.path.unlink(missing_ok=True)
             elif self.path.exists():
-                found = re.findall(r'"seconds": ([0-9.]+)', self.path.read_text(errors="replace"))
+                found = re.findall(r'"seconds": ([0-9.]+),', self.path.read_text(errors="replace"))
                 self.seconds = float(found[-1]) if found else 0.0
             (self.path.parent / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         if resuming:
@@ -433,6 +433,7 @@ def report_settings(config, overrides):
             ("--lora_rank=0", not config.get("lora_rank"), "embedding_lr head_lr vector_lr"),
             ("--wandb_log=True", config["wandb_log"], "wandb_project"),
             ("--compile=True", config["compile"], "compile_mode compile_backend"),
+            ("--compile_backend=inductor", config["compile_backend"] == "inductor", "compile_mode"),
             ("--eval_tasks", config["eval_tasks"], "eval_problems task_dir")):
         for name in names.split():
             if name in overrides and not met:

@@ -1,7 +1,7 @@
 """
 Trains a list of settings over several seeds and prints a table: the mean of each metric and its standard deviation.
 
-    python extras/compare.py --runs='--optimizer=adamw;--optimizer=muon' --seeds=3 --args=config/quickstart.py
+    python extras/compare.py --runs='--muon_lr=0.02;--muon_lr=0.04' --seeds=3 --args=config/quickstart.py
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
 Each run has a folder in out_dir, and when it has ended a result.json in it. Started again after an interruption, this
@@ -9,15 +9,17 @@ resumes the run that was under way and does not repeat the others. (So a model t
 """
 import json
 import re
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from configurator import Positive, configure, fail  # noqa: E402
+from configurator import Positive, configure, fail, one_line_errors, read_config_file  # noqa: E402
 
 runs: str = ""  # the flags of each, separated by semicolons
 args: str = ""  # config files and flags of all of them
@@ -30,40 +32,49 @@ METRICS = "train_loss", "val_loss", "seconds", "tok_per_sec", "peak_mem_mb"
 
 def summary(results):
     """The mean of each metric over some results, and its standard deviation, as text."""
-    columns = {metric: [result[metric] for result in results] for metric in METRICS}
+    columns = {metric: [result[metric] for result in results] for metric in METRICS if metric in results[0]}
     return ", ".join(f"{metric} {statistics.mean(values):.5g}"
                      + (f" +/- {statistics.stdev(values):.2g}" if len(values) > 1 else "")
                      for metric, values in columns.items())
 
 
-def train(flags):
-    """The result of one run, from its result.json, else by training: the last value of each metric in its log."""
-    folder = Path(out_dir, re.sub(r"\W+", "_", flags))
-    command, path = f"{script} --init_from=auto {args} {flags} --out_dir={folder}", folder / "result.json"
-    if not path.exists():
-        if subprocess.run([sys.executable, ROOT / script, *command.split()[1:]], stdout=sys.stderr).returncode:
-            fail(f"--runs: {command} failed, see above")
-        result, evaluated = {"command": command}, None
-        for entry in map(json.loads, (folder / "log.jsonl").open()):
-            result |= entry
-            evaluated = entry["iter"] if "val_loss" in entry else evaluated
+def train(flags, seed):
+    """The result of one run: that in its result.json, or the last value of each metric in its log, after training."""
+    words = shlex.split(f"--init_from=auto {args} {flags} --seed={seed}")
+    folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", f"{flags}_seed={seed}"))
+    recipe = [script, *words, *(read_config_file(word) for word in words if word.endswith(".py"))]
+    path, result = folder / "result.json", {"recipe": recipe}
+    if path.exists():
+        with one_line_errors(path, "remove it"):
+            result = json.loads(path.read_text())
+    if result["recipe"] != recipe:
+        fail(f"{folder}: was made with {result['recipe']}; give another --out_dir")
+    if "val_loss" not in result:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result))  # what a run that is resumed began with
+        command = [sys.executable, ROOT / script, *words, f"--out_dir={folder}"]
+        if subprocess.run(command, stdout=sys.stderr).returncode:
+            fail(f"--runs: {script} {shlex.join(words)} failed, see above")
+        evaluated = None
+        for line in (folder / "log.jsonl").open():
+            with suppress(ValueError):  # half a line, of a run that was killed
+                result |= json.loads(line)
+                evaluated = result["iter"] if '"val_loss"' in line else evaluated
         if evaluated != result["iter"]:  # a run ends with an evaluation
             fail(f"{folder}: stopped at step {result['iter']}; the same command resumes it")
         path.write_text(json.dumps(result, indent=1))
-    result = json.loads(path.read_text())
-    if result["command"] != command:
-        fail(f"--out_dir={out_dir}: holds the result of {result['command']}; give another folder")
-    print(f"{flags}: {summary([result])}", flush=True)
+    print(f"{flags} --seed={seed}: {summary([result])}", flush=True)
     return result
 
 
 if __name__ == "__main__":
     configure(globals())
-    if not runs and not args:
-        fail("--runs: expected the flags of each run, separated by semicolons")
+    if not runs and not args or "--seed=" in runs + args or "--out_dir=" in runs + args:
+        fail("--runs: expected the flags of each run, separated by semicolons; seeds and folders are --seeds and "
+             "--out_dir of this script")
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the run under way, which saves and ends
     table = ""
     for flags in runs.split(";"):
-        results = [train(f"{flags} --seed={seed}".strip()) for seed in range(1, seeds + 1)]
+        results = [train(flags.strip(), seed) for seed in range(1, seeds + 1)]
         table += f"{flags.strip() or '(no flags)'}: {summary(results)}\n"
     print(f"\n{script} {args}, mean and standard deviation, --seeds={seeds}\n{table}")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import torch
 
-from configurator import NonNegative, Positive
+from configurator import NonNegative, Positive, fail
 
 spam_interval: Positive = 500  # steps between momentum resets
 spam_warmup: NonNegative | None = None  # steps the rate rises over after a reset; None: 150, at most 0.3 spam_interval
@@ -27,6 +27,9 @@ def spam_hook(optimizer):
     clipped in the first 20 steps (at most 0.04 spam_interval) after a reset, in which v is not settled. iter_num alone
     determines all of it, so there is nothing to save.
     """
+    if (spam_warmup or 0) > spam_interval:
+        fail(f"--spam_warmup={spam_warmup}: longer than --spam_interval={spam_interval}; give at most that")
+
     def hook(iter_num):
         since = iter_num % spam_interval  # steps
         warmup = min(150, 0.3 * spam_interval) if spam_warmup is None else spam_warmup

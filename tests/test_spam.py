@@ -155,3 +155,6 @@ def test_chat_tuning_interrupted_twice_equals_uninterrupted(trained, tmp_path):
 def test_an_interval_of_no_steps_is_refused(shards, tmp_path):
     line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--spam_interval=0")
     assert "spam_interval=0" in line and "at least 1" in line
+    line = refused("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--optimizer=adamw_spam",
+                   "--spam_interval=9", "--spam_warmup=10")
+    assert "--spam_warmup=10: longer than --spam_interval=9" in line
