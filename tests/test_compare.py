@@ -47,8 +47,8 @@ folder = pathlib.Path(sys.argv[-1].partition("=")[2])
 entries = {"iter": 3, "val_loss": 2.0}, {"iter": 5, "train_loss": 1.0}
 (folder / "log.jsonl").write_text("\\n".join(map(json.dumps, entries)))
 """)
-    output = run("extras/compare.py", "--args=--n_layer=1", f"--script={tmp_path}/script.py", f"--out_dir={tmp_path}/o",
-                 code=2)
+    output = run("extras/compare.py", "--args=--n_layer=1", f"--script={tmp_path}/script.py",
+                 f"--out_dir={tmp_path}/o", code=2)
     assert "_seed=1: stopped at step 5; the same command resumes it" in output
     assert all("val_loss" not in path.read_text() for path in tmp_path.glob("o/*/result.json"))
 
