@@ -17,9 +17,9 @@ def apply_fsdp(model, device, dtype, options):
     `dtype`, gradients are reduced in float32.
     """
     if not dist.is_initialized():
-        fail("--fsdp=True or --shard_teacher=True: expected several ranks; start with torchrun")
+        fail("--shard_teacher=True or --fsdp=True: expected several ranks; start with torchrun")
     if dtype == "float16":
-        fail("--dtype=float16: expected bfloat16 or float32 with --fsdp=True or --shard_teacher=True")
+        fail("--dtype=float16 --shard_teacher=True or --fsdp=True: expected --dtype=bfloat16 or float32")
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
     settings = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
