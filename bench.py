@@ -182,7 +182,7 @@ def bench_chat():
     args = [*torchrun, ROOT / "chat_sft.py", *common, f"--init_from={folder}/base",
             f"--data={folder}/python/chat.jsonl", f"--chat_dir={folder}/rows", f"--max_iters={chat_iters}",
             f"--gradient_accumulation_steps={ranks}", *chat_args.split()]
-    eager, *compiled = compare(f"chat tuning: chat_sft.py {chat_args}, {ranks} ranks", {
+    eager, *compiled = compare(f"chat tuning: chat_sft.py {chat_args}, --ranks={ranks}", {
         f"--compile={mode}": partial(time_steps, *args, f"--compile={mode}") for mode in modes}).values()
     for row in compiled:
         loss = row["train_loss"] / eager["train_loss"]

@@ -76,7 +76,7 @@ def test_compiled_chat_tuning_is_compared_with_uncompiled(tmp_path):
           "compile_s": lambda x: x <= 60}
     assert [what for _, what, _ in verdicts] == list(ok)
     assert all(ok[what](float(value)) == (verdict == "pass") for verdict, what, value in verdicts)
-    assert verdicts[0][0] == "pass" and ", 2 ranks" in output
+    assert verdicts[0][0] == "pass" and ", --ranks=2" in output
 
 
 def test_bench_refuses_what_it_cannot_time(tmp_path):
