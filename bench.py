@@ -97,8 +97,9 @@ def compare(title, rows):
     for label, measured in runs.items():
         for run, reference in zip(measured, first):
             run["ratio"] = run["tok_per_sec"] / reference["tok_per_sec"]
-        medians[label] = {metric: (max if metric == "compile_s" else statistics.median)(run[metric] for run in measured)
-                          for metric in measured[0]}
+        columns = {metric: [run[metric] for run in measured] for metric in measured[0]}
+        medians[label] = {metric: max(values) if metric == "compile_s" else statistics.median(values)
+                          for metric, values in columns.items()}
         print(f"{label:24}", *(f"{metric} {value:<12,.3f}" for metric, value in medians[label].items()),
               flush=True)
     return medians

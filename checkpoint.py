@@ -281,8 +281,8 @@ class Checkpointer:
         if (folder / "config.json").exists() and b"model_type" in (folder / "config.json").read_bytes():
             fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
         if runtime.rank() == 0:
-            with one_line_errors(f"--out_dir={out_dir}", "give a folder that can be written to, and that no other run is "
-                                 "writing to", OSError):
+            with one_line_errors(f"--out_dir={out_dir}",
+                                 "give a folder that can be written to and that no other run is writing to", OSError):
                 os.makedirs(out_dir, exist_ok=True)
                 self.lock = FileLock(folder / "lock")
                 self.lock.acquire(blocking=False)  # its Timeout is an OSError, as is a folder that is read-only
