@@ -77,7 +77,7 @@ def configure(namespace, extras=(), argv=None):
     ends the program with exit code 2 and one line that names the setting and what is accepted.
     """
     script = namespace["__file__"]
-    hints = sys.modules[namespace["__name__"]].__annotations__
+    hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
     settings = {name: (hint, namespace[name]) for name, hint in hints.items() if not name.startswith("_")}
     for extra in extras:
         settings |= extra_settings(extra)

@@ -127,10 +127,10 @@ def subsample(items, n):
     return [items[i * len(items) // n] for i in range(n)]
 
 
-def load_examples(task, tokenizer, stage, task_dir=None):
+def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     """
     The examples of a task for `score`, from the hub or a local file, in its order: tokenize_row's, and where each of
-    them stands. stage: the checkpoint's, base | chat.
+    them stands. max_examples: that many, evenly spaced; None: all. stage: the checkpoint's, base | chat.
     """
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
                          f"the tasks are {', '.join(TASKS)}; expected TASK/test.jsonl or TASK/validation.jsonl in the "
@@ -147,10 +147,10 @@ def load_examples(task, tokenizer, stage, task_dir=None):
         if not rows:
             raise ValueError("it has no examples")
     examples = []
-    for i, row in enumerate(rows):
+    for i in subsample(range(len(rows)), max_examples):
         where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
         with one_line_errors(where, f"expected a row in the schema of {name}"):
-            row = json.loads(row) if task_dir else row
+            row = json.loads(rows[i]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
     return examples
 
@@ -307,7 +307,7 @@ if __name__ == "__main__":
     tokenizer = get_tokenizer(meta["tokenizer"])
     print0(describe_model(checkpoint, meta))
     print0(f"reading {tasks or 'no task'} ...")
-    examples = {task: subsample(load_examples(task, tokenizer, meta["stage"], task_dir), max_problems)
+    examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
                 for task in re.findall(r"\w+", tasks)}
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}

@@ -98,7 +98,7 @@ def tokenize(tokenizer, documents):
     """
     eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
     for text in documents:
-        with suppress(AttributeError, ValueError):
+        with suppress(TypeError, ValueError):
             if text:
                 pieces += [eot, encode(tokenizer, text)]
     return np.concatenate([eot[:0], *pieces]).astype("<u2"), len(documents) - len(pieces) // 2

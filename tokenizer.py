@@ -6,6 +6,7 @@ Tokenizers with tiktoken's interface, gpt2 and bytes, and the chat format:
 <|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded
 vocabulary. A special token that somebody types is text.
 """
+import functools
 import os
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def encode(tokenizer, text):
     Ids of a text, (n,) uint32: tiktoken's encode_ordinary without the Python list. As there, half a surrogate pair
     becomes U+FFFD; about a million consecutive spaces raise ValueError (encode_ordinary would panic).
     """
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return tokenizer.encode_to_numpy(text, disallowed_special=())
+    try:
+        return tokenizer.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:
+        return encode(tokenizer, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def padded_vocab_size(tokenizer):
@@ -52,6 +55,7 @@ def padded_vocab_size(tokenizer):
     return -(-(tokenizer.n_vocab + 4) // 128) * 128
 
 
+@functools.cache
 def token_bytes(tokenizer):
     """Bytes of text per id, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)

@@ -217,9 +217,10 @@ def test_chat_models_answer_mmlu_by_letter(tmp_path):
 def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     write_task(tmp_path, "arc_easy", random_arc(10))
     for _ in range(2):
-        examples = subsample(load_examples("arc_easy", BYTES, "base", tmp_path), 4)
+        examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=4)
         assert [example["where"].rsplit(" ", 1)[1] for example in examples] == ["1", "3", "6", "8"]
-    assert subsample(list("abc"), 4) == subsample(list("abc"), None) == list("abc")
+    assert len(load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=11)) == 10
+    assert subsample(list("abc"), None) == list("abc")
 
 
 # -----------------------------------------------------------------------------
@@ -355,7 +356,7 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     assert model.training  # restored, and no dropout meanwhile
     assert [some["arc_easy_n"], some["mmlu_n"], everything["arc_easy_n"], everything["mmlu_n"]] == [4, 4, 9, 5]
     with autocast, torch.compiler.set_stance("force_eager"):
-        examples = subsample(load_examples("arc_easy", BYTES, "base", tasks), 4)
+        examples = load_examples("arc_easy", BYTES, "base", tasks, max_examples=4)
         expected = score(model.eval(), BYTES, "base", examples, batch_size=3)
     assert some["arc_easy_acc"] == expected["acc"] and some["arc_easy_acc_norm"] == expected["acc_norm"]
     assert f"step 5: {format_result('arc_easy', expected)}\nstep 5: mmlu " in capsys.readouterr().out
