@@ -37,6 +37,22 @@ Fraction = Annotated[float, 0, 1]
 BelowOne = Annotated[float, 0, 0.999999]
 Seed = Annotated[int, 0, 2 ** 63 - 1]  # a little less than torch takes: steps are added to it
 
+# settings of nanoGPT, nanochat and transformers' Trainer -> ours; of several the first that the script has
+RENAMED = {
+    "block_size": "max_seq_len", "max_length": "max_seq_len", "max_seq_length": "max_seq_len",
+    "device_batch_size": "batch_size", "per_device_train_batch_size": "batch_size", "num_iterations": "max_iters",
+    "max_steps": "max_iters", "num_train_epochs": "epochs", "warmup_steps": "warmup_iters", "lr": "learning_rate",
+    "decay_lr": "lr_schedule=constant or cosine", "matrix_lr": "muon_lr", "unembedding_lr": "head_lr",
+    "max_grad_norm": "grad_clip", "init_from": "checkpoint", "out_dir": "checkpoint|data_dir",
+    "output_dir": "out_dir", "model_name_or_path": "init_from|checkpoint", "checkpoint": "init_from",
+    "dataset": "data_dir|data", "data_dir": "data", "start": "prompt", "depth": "n_layer", "bias": "arch=gpt2 (with biases) or llama (without)",
+    "compile_model": "compile", "gradient_checkpointing": "recompute", "eval_every": "eval_interval",
+    "save_every": "save_interval"}
+NO_SETTING = {
+    "eval_only": "python evaluate.py --checkpoint=CKPT --tasks= --data_dir=DIR does that",
+    "always_save_checkpoint": "every evaluation saves, and the best so far is ckpt_best.pt",
+    "wandb_run_name": "it is the environment variable WANDB_NAME", "run": "it is the environment variable WANDB_NAME",
+    "backend": "it is nccl with CUDA, else gloo"}
 EXTRAS = Path(__file__).resolve().parent / "extras"
 
 
@@ -87,17 +103,31 @@ def configure(namespace, extras=(), argv=None):
         raise SystemExit(0)
 
     overrides = {}
-    for path in [arg for arg in argv if not arg.startswith("-")]:
+    files, flags = split_arguments(argv, settings)
+    for path in files:
         for name, value in read_config_file(path).items():
             overrides[name] = check(name, value, settings, script, f"{path}: ")
-    for flag in [arg for arg in argv if arg.startswith("-")]:
-        name, equals, text = flag.removeprefix("--").partition("=")
-        if name.startswith("-") or not equals:
-            fail(f"{flag!r}: a setting is given as --name=value{did_you_mean(name, settings)}")
+    for name, text in flags:
         value = parse(text, settings[name][0]) if name in settings else text
         overrides[name] = check(name, value, settings, script, "--")
     namespace.update({name: value for name, value in overrides.items() if name in hints})
     return {name: overrides.get(name, default) for name, (_, default) in settings.items()}, overrides
+
+
+def split_arguments(argv, settings):
+    """A command line -> [config file, ...], [(name, text), ...]. A flag is --name=value or --name value."""
+    files, flags, arguments = [], [], iter(argv)
+    for arg in arguments:
+        name, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("-"):
+            files.append(arg)
+            continue
+        if arg.startswith("--") and not equals:
+            text = next(arguments, "--")
+        if name.startswith("-") or not equals and text.startswith("--"):
+            fail(f"{arg!r}: a setting is given as --name=value or --name value{did_you_mean(name, settings)}")
+        flags.append((name, text))
+    return files, flags
 
 
 def extra_settings(name):
@@ -191,8 +221,17 @@ def accepted(hint):
 
 
 def did_you_mean(name, settings):
+    """What an unknown setting may be, to follow an error: what it is called here, or the nearest name, or ""."""
+    if name in settings:
+        return ""
+    name = name.replace("-", "_")
+    if name in NO_SETTING:
+        return f"; {NO_SETTING[name]}"
+    if name in RENAMED:
+        return next((f"; here it is --{here}" for here in RENAMED[name].split("|")
+                     if here.split("=")[0] in settings), "")
     close = difflib.get_close_matches(name, settings, n=1)
-    return f"; did you mean --{close[0]}?" if close and close[0] != name else ""
+    return f"; did you mean --{close[0]}?" if close else ""
 
 
 def print_help(script, settings, extras):

@@ -23,7 +23,7 @@ from huggingface_hub.utils import enable_progress_bars
 import runtime
 from checkpoint import GPT2_MODELS, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
-from model import GPT, GPTConfig
+from model import NORM_EPS, GPT, GPTConfig
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------
@@ -95,7 +95,8 @@ def config_to_hf(config):
         return {**hf_config, "layer_norm_epsilon": 1e-5, "activation_function": HF_GELU[config.gelu],
                 "n_ctx": config.max_seq_len}  # transformers' n_positions; llama.cpp's converter wants this
     # deepseek_v3 calls the width of the rotated part head_dim
-    return {**hf_config, "rms_norm_eps": 1e-5, "head_dim": config.qk_rope_head_dim or config.n_embd // config.n_head}
+    return {**hf_config, "rms_norm_eps": NORM_EPS[config.attention],
+            "head_dim": config.qk_rope_head_dim or config.n_embd // config.n_head}
 
 
 def config_from_hf(hf_config):

@@ -21,6 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+NORM_EPS = {"mha": 1e-5, "mla": 1e-6}  # Llama's and DeepSeek's, for all norms of a model; gpt2 has 1e-5 with either
 IGNORE = -1  # ignore_index: a target with this value has no loss
 LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 1024 * 50304 float32 are 206 MB
 
@@ -97,6 +98,8 @@ def attend(q, k, v, mask, dropout):
     if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)
         return decode_attention(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
+    if mask is not None and q.size(1) != k.size(1):  # no fast CUDA kernel takes grouped queries and a mask
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
                                        enable_gqa=q.size(1) != k.size(1))
     return y.transpose(1, 2).flatten(2)
@@ -154,8 +157,8 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
-        self.q_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(hd, eps=NORM_EPS["mha"]) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(hd, eps=NORM_EPS["mha"]) if config.qk_norm else nn.Identity()
         self.cache_shapes = [(config.n_kv_head, hd)] * 2
 
     def forward(self, x, rope, positions, mask, cache):
@@ -202,10 +205,10 @@ class MLA(nn.Module):
             self.q_proj = nn.Linear(c.n_embd, q_width, bias=gpt2)
         else:
             self.q_a_proj = nn.Linear(c.n_embd, c.q_lora_rank, bias=False)
-            self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
+            self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=NORM_EPS["mla"])
             self.q_b_proj = nn.Linear(c.q_lora_rank, q_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(c.kv_lora_rank, eps=1e-6)
+        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(c.kv_lora_rank, eps=NORM_EPS["mla"])
         self.kv_b_proj = nn.Linear(c.kv_lora_rank, c.n_head * (c.qk_nope_head_dim + c.v_head_dim), bias=False)
         self.o_proj = nn.Linear(c.n_head * c.v_head_dim, c.n_embd, bias=gpt2)
         self.cache_shapes = [(1, c.kv_lora_rank + c.qk_rope_head_dim)]  # the latent and the rotated key
@@ -279,8 +282,9 @@ class LlamaMLP(nn.Module):
 
 
 def build_norm(config):
-    norm = nn.LayerNorm if config.arch == "gpt2" else nn.RMSNorm
-    return norm(config.n_embd, eps=1e-5)
+    if config.arch == "gpt2":
+        return nn.LayerNorm(config.n_embd, eps=1e-5)
+    return nn.RMSNorm(config.n_embd, eps=NORM_EPS[config.attention])
 
 
 class Block(nn.Module):

@@ -1,58 +1,83 @@
 """Muon for the hidden matrices and AdamW for the rest, as one optimizer (--optimizer=muon)."""
+import math
+from itertools import groupby
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
-from torch.optim import _muon
 
-newton_schulz = _muon._zeropower_via_newtonschulz  # torch's own, which has no public name
+import runtime
+
+
+def newton_schulz(matrices):
+    """
+    Orthogonalizes each of `matrices` (n, rows, cols), roughly: divided by its norm, and then five steps of a quintic
+    iteration whose coefficients bring the singular values to between 0.7 and 1.2 (Jordan et al. 2024). In bfloat16.
+    """
+    tall = matrices.size(1) > matrices.size(2)
+    X = matrices.bfloat16().mT if tall else matrices.bfloat16()
+    X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        X = torch.baddbmm(X, B, X, beta=3.4445)
+    return X.mT if tall else X
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, for one
-    group, the first, and AdamW for the others: torch's own two, as one optimizer. adamw: AdamW's settings.
+    group, the first, and torch's AdamW for the others, as one optimizer. adamw: AdamW's settings.
 
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Momentum buffers stay on the owner
     until state_dict, a collective call, gathers them. Under FSDP every rank gathers and orthogonalizes every matrix,
-    and keeps its shard.
+    and keeps its shard: sharing them out would send more than it saves.
     """
 
     def __init__(self, groups, adamw):
-        self.muon = torch.optim.Muon(groups[:1])  # each completes its groups in place with its own settings
-        self.adamw = torch.optim.AdamW(groups[1:], **adamw)
+        self.adamw = torch.optim.AdamW(groups[1:], **adamw)  # it completes its groups, in place
+        groups[0]["muon_momentum"] = 0.95
         super().__init__(groups, {})
-        matrices = groups[0]["params"]
-        self.sharded = hasattr(matrices[0], "full_tensor")
+        by_shape = sorted(groups[0]["params"], key=lambda p: p.shape)
+        self.sharded = hasattr(by_shape[0], "full_tensor")
         self.owner = {}  # matrix -> the rank that updates it, where several share the work
+        mine = by_shape
         if dist.is_initialized() and not self.sharded:
-            by_size = sorted(matrices, key=torch.numel)  # so that each rank gets as many of each size
-            self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_size)}
-        _muon._zeropower_via_newtonschulz = newton_schulz_sharded if self.sharded else newton_schulz
+            self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_shape)}  # as many of each shape
+            mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
+        # those of one shape are orthogonalized together; of sharded ones only one is whole at a time
+        self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
+        self.orthogonalize = newton_schulz
 
     @torch.no_grad()
     def compile(self, backend):
-        """
-        Compiles Newton-Schulz for all shapes there are. Not all of step, which would recompile at each learning rate.
-        """
+        """Compiles Newton-Schulz for all shapes. Not all of step, which would recompile at each learning rate."""
         if self.sharded:
             return
-        _muon._zeropower_via_newtonschulz = torch.compile(newton_schulz, dynamic=False, backend=backend)
-        group = self.param_groups[0]
-        for shape in {p.shape for p in group["params"]}:
-            _muon._zeropower_via_newtonschulz(torch.zeros(shape, device=group["params"][0].device),
-                                              group["ns_coefficients"], group["ns_steps"], group["eps"])
+        self.orthogonalize = torch.compile(newton_schulz, dynamic=False, backend=backend)
+        for batch in self.batches:
+            self.orthogonalize(torch.stack(batch))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One step of both optimizers. Drops (sets to None) the gradients of matrices that other ranks own."""
+    def step(self):
+        """One step of both."""
         # load_state_dict replaces these objects, so re-link them each time
-        self.muon.param_groups, self.adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        self.muon.state = self.adamw.state = self.state
+        group, *self.adamw.param_groups = self.param_groups
+        self.adamw.state = self.state
         self.adamw.step()
-        for p, rank in self.owner.items():
-            if rank != dist.get_rank():
-                p.grad = None
-        self.muon.step()
+        lr, beta = group["lr"], group["muon_momentum"]
+        for batch in self.batches:
+            updates = []
+            for p in batch:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - beta)
+                updates.append(runtime.gather(p.grad.lerp(momentum, beta)))  # Nesterov's
+            for p, update in zip(batch, self.orthogonalize(torch.stack(updates))):
+                if self.sharded:
+                    update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-lr * math.sqrt(max(1, p.size(0) / p.size(1))))
         for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()
 
@@ -60,12 +85,3 @@ class MuonAdamW(torch.optim.Optimizer):
         for p, rank in self.owner.items():
             dist.broadcast(self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)), rank)
         return super().state_dict()
-
-
-def newton_schulz_sharded(update, *args):
-    """
-    A sharded matrix (DTensor), gathered and orthogonalized on each rank: sharing it out would send more than it
-    saves.
-    """
-    full = newton_schulz(update.full_tensor(), *args)
-    return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)

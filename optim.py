@@ -56,8 +56,8 @@ def set_lr(optimizer, lr, iter_num):
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-        if "ns_steps" in group:  # Muon's
-            group["momentum"] = 0.85 + 0.1 * min(1.0, iter_num / 100)
+        if "muon_momentum" in group:
+            group["muon_momentum"] = 0.85 + 0.1 * min(1.0, iter_num / 100)
 
 
 def build_schedule(config, max_iters):

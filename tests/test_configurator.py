@@ -83,13 +83,16 @@ FLAGS = [("--steps=3", 3), ("--steps=-3", -3), ("--rate=3e-4", 3e-4), ("--rate=2
          ("--shuffle=False", False), ("--shuffle=true", True), ("--name=a b", "a b"), ("--name=a=b=c", "a=b=c"),
          ("--name=--steps=5", "--steps=5"), ("--name=None", "None"), ("--name=7", "7"), ("--name=", ""),
          ("--limit=5", 5), ("--limit=None", None), ("--label=y", "y"), ("--label=None", None), ("--mode=fast", "fast"),
+         ("--steps 3", 3), ("--steps -3", -3), ("--rate .5", 0.5), ("--shuffle false", False), ("--name a=b", "a=b"),
+         ("--limit None", None),
          ("--width=16", 16), ("--backend=eager", "eager"), ("--backend=default", "default"), ("--backend=None", None)]
 
 
 @pytest.mark.parametrize("flag, value", FLAGS)
 def test_a_flag_is_accepted(script, flag, value):
-    setting = flag[2:].split("=")[0]
-    config, overrides = configure(vars(script), argv=[flag])
+    argv = flag.split(" ") if " " in flag.split("=")[0] else [flag]
+    setting = argv[0][2:].split("=")[0]
+    config, overrides = configure(vars(script), argv=argv)
     assert overrides == {setting: value}
     assert config == {**DEFAULTS, setting: value}
     assert type(config[setting]) is type(value)
@@ -118,7 +121,7 @@ def test_nothing_given_leaves_the_defaults(script):
 def test_files_first_then_flags_and_later_wins(script):
     Path("a.py").write_text("steps = 1\nrate = 1.0\nname = 'a'\nlimit = 1\n")
     Path("b.py").write_text("rate = 2.0\nname = 'b'\n")
-    config, overrides = configure(vars(script), argv=["--name=flag", "a.py", "--limit=7", "b.py", "--limit=8"])
+    config, overrides = configure(vars(script), argv=["--name", "flag", "a.py", "--limit=7", "b.py", "--limit=8"])
     assert overrides == {"steps": 1, "rate": 2.0, "name": "flag", "limit": 8}
     assert config == {**DEFAULTS, **overrides}
     assert configure(vars(script), argv=["b.py", "a.py"])[1]["rate"] == 1.0
@@ -186,6 +189,37 @@ def test_a_wrong_key_in_a_file_is_refused(script, capsys, assignment, nearest):
     assert f"did you mean {nearest}?" in line if nearest else "did you mean" not in line, line
 
 
+@pytest.mark.parametrize("name, value, flag, answer", [
+    ("train_gpt2.py", "block_size = 256", "--block_size=256", "here it is --max_seq_len;"),
+    ("train_gpt2.py", "decay_lr = False", "--decay_lr=False", "here it is --lr_schedule=constant or cosine;"),
+    ("train_gpt2.py", "compile_model = True", "--compile_model=True", "here it is --compile;"),
+    ("train_gpt2.py", "dataset = 'x'", "--dataset=x", "here it is --data_dir;"),
+    ("train_gpt2.py", "eval_only = True", "--eval_only=True", "python evaluate.py --checkpoint=CKPT --tasks= "),
+    ("train_gpt2.py", "wandb_run_name = 'x'", "--wandb_run_name=x", "it is the environment variable WANDB_NAME;"),
+    ("chat_sft.py", "dataset = 'x'", "--dataset=x", "here it is --data;"),
+    ("sample.py", "init_from = 'resume'", "--init_from=resume", "here it is --checkpoint;"),
+    ("sample.py", "start = 'x'", "--start=x", "here it is --prompt;"),
+    ("evaluate.py", "out_dir = 'x'", "--out_dir=x", "here it is --checkpoint;"),
+    ("sample.py", "block_size = 256", "--block_size=256", None)])  # it has none, and --batch_size would be wrong
+def test_another_projects_name_is_answered_with_ours(tmp_path, name, value, flag, answer):
+    (tmp_path / "a.py").write_text(value)
+    for argument in flag, tmp_path / "a.py":
+        done = subprocess.run([sys.executable, ROOT / name, argument], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"{value.split()[0]}: no such setting of {name}; {answer or '--help'}" in done.stderr
+
+
+def test_what_another_projects_name_is_answered_with_exists():
+    scripts = [ROOT / f"{name}.py" for name in ("train_gpt2", "chat_sft", "prepare_data", "sample", "evaluate")]
+    settings = {name for path in scripts for name in re.findall(r"^ *(\w+): .+ = ", path.read_text(), re.MULTILINE)}
+    answers = [answer.split("=")[0] for answers in configurator.RENAMED.values() for answer in answers.split("|")]
+    assert set(answers) <= settings and not configurator.NO_SETTING.keys() & settings
+    # for each there is a script without a setting of that name, and with one of the answers
+    for name, answers in configurator.RENAMED.items():
+        assert any(not re.search(rf"^ *{name}: ", path.read_text(), re.MULTILINE)
+                   and re.search(rf"^ *({answers.split('=')[0]}): ", path.read_text(), re.MULTILINE) for path in scripts)
+
+
 def test_a_wrong_file_is_refused_though_a_flag_would_win(script, capsys):
     Path("a.py").write_text("steps = 'many'\n")
     assert "steps='many'" in refusal(script, capsys, "a.py", "--steps=5")
@@ -198,8 +232,9 @@ def test_a_flag_without_a_value_is_refused(script, capsys, flag):
     assert ("did you mean --steps?" in line) == (flag == "-steps=5")
 
 
-def test_a_value_after_a_space_is_refused(script, capsys):
-    assert "--name=value" in refusal(script, capsys, "--steps", "5")
+@pytest.mark.parametrize("argv", [("--name", "--steps=5"), ("--steps=5", "--name")])
+def test_a_flag_is_not_taken_for_the_value_of_another(script, capsys, argv):
+    assert "'--name': a setting is given as --name=value or --name value" in refusal(script, capsys, *argv)
 
 
 def test_a_missing_file_is_refused(script, capsys):

@@ -119,10 +119,10 @@ def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
         expected = (0.0015 if p.dim() < 2 else 0.05 if "wte" in name else 0.002 if "lm_head" in name else
                     0.01 if optimizer == "muon" else 5e-4)
         assert lr[id(p)] == pytest.approx(expected), name
-    momenta = [group["momentum"] for group in groups.param_groups if "momentum" in group]
+    momenta = [group["muon_momentum"] for group in groups.param_groups if "muon_momentum" in group]
     assert momenta == ([pytest.approx(0.9)] if optimizer == "muon" else [])
     set_lr(groups, 5e-4, iter_num=1000)
-    momenta = [group["momentum"] for group in groups.param_groups if "momentum" in group]
+    momenta = [group["muon_momentum"] for group in groups.param_groups if "muon_momentum" in group]
     assert momenta == ([pytest.approx(0.95)] if optimizer == "muon" else [])
 
 
@@ -162,6 +162,20 @@ def test_each_optimizer_resumes_exactly(optimizer):
     load_state(*second, dict(zip(("model", "optimizer"), get_state(*first))))
     take_steps(*second, range(2, 4))
     assert same(whole[0].state_dict(), second[0].state_dict())
+
+
+def test_newton_schulz_is_torchs():
+    """To 1e-6 for each of several matrices at once, by a step of torch.optim.Muon from zero, without momentum."""
+    from muon import newton_schulz
+    for rows, cols in (16, 16), (64, 16), (16, 48), (256, 1024):
+        torch.manual_seed(rows)
+        gradients = torch.randn(3, rows, cols) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
+        params = [torch.zeros(rows, cols, requires_grad=True) for _ in gradients]
+        for p, g in zip(params, gradients):
+            p.grad = g
+        torch.optim.Muon(params, lr=1.0, momentum=0.0, weight_decay=0.0).step()
+        expected = -torch.stack([p.detach() for p in params]) / max(1, rows / cols) ** 0.5
+        torch.testing.assert_close(newton_schulz(gradients).float(), expected, rtol=0, atol=1e-6)
 
 
 def test_a_momentum_that_is_not_muons_stays():
