@@ -39,6 +39,28 @@ def parse_mixture(text):
     return sources
 
 
+# a key of two other formats -> their name, and how a row of theirs becomes ours
+OTHER_FORMATS = {
+    "conversations": ("ShareGPT", """\
+roles = {"system": "system", "human": "user", "gpt": "assistant"}
+rows = rows.map(lambda row: {"messages": [{"role": roles[turn["from"]], "content": turn["value"]}
+                                          for turn in row["conversations"]]})"""),
+    "instruction": ("Alpaca", """\
+rows = rows.map(lambda row: {"messages": [
+    {"role": "user", "content": row["instruction"] + "\\n" + (row.get("input") or "")},
+    {"role": "assistant", "content": row["output"]}]})""")}
+
+
+def refuse_other_formats(source, keys, *load):
+    """Ends the program, with the code that converts it, if `keys`, a text, has those of another format."""
+    for key, (name, convert) in OTHER_FORMATS.items():
+        if f'"{key}"' in keys and '"messages"' not in keys:
+            load = ", ".join([*load, "split='train'"])
+            fail(f"--data or --val_data: {source} is in {name}'s format; in Python this converts it:",
+                 code=f"import datasets\nrows = datasets.load_dataset({load})\n{convert}\n"
+                      f"rows.select_columns('messages').to_json('chats.jsonl')")
+
+
 def read_conversations(source):
     """
     Yields (where, messages). source: a file with {"messages": [...]} on each line; or a data set of the Hugging Face
@@ -47,6 +69,8 @@ def read_conversations(source):
     if source.endswith(".jsonl") or os.path.exists(source):
         with one_line_errors(f"--data or --val_data: {source}"):
             file = open(source, "rb")
+            beginning = file.peek().decode(errors="replace")
+        refuse_other_formats(source, beginning, "'json'", f"data_files={source!r}")
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{source}, line {number}"
@@ -60,7 +84,9 @@ def read_conversations(source):
         name = source.rsplit("/", source.count("/") - 1)
         if source == "HuggingFaceTB/smoltalk":
             name.append("all")  # it has no default config
-        conversations = datasets.load_dataset(*name, split="train")["messages"]
+        rows = datasets.load_dataset(*name, split="train")
+        refuse_other_formats(source, json.dumps(rows.column_names), *map(repr, name))
+        conversations = rows["messages"]
     for i, messages in enumerate(conversations):
         yield f"{source}, row {i}", messages
 

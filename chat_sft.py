@@ -169,6 +169,8 @@ if sample_tokens:
 if eval_tasks:
     from evaluate import task_hook
     eval_hooks.append(task_hook(orig_model, tokenizer, autocast, "chat", config))
+if wandb_log or tensorboard:
+    state["trackers"] = trackers = load_extra("trackers", config, "wandb_log", "tensorboard").Trackers(config)
 plot = load_extra("plot", config)
 if plot:
     eval_hooks.append(plot.plot_hook(out_dir))
@@ -193,7 +195,7 @@ if not resuming:
     checkpointer.remove_old()
 log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, dtype, metrics, iter_num, resuming)
 if rank == 0 and (wandb_log or tensorboard):
-    log.trackers = load_extra("trackers", config, "wandb_log", "tensorboard").start(config)
+    log.trackers = trackers.start(iter_num)
 if options:
     log(iter_num, event="compiled", compile_seconds=seconds)
 

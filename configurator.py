@@ -56,14 +56,14 @@ NO_SETTING = {
 EXTRAS = Path(__file__).resolve().parent / "extras"
 
 
-def fail(message, alone=False):
+def fail(message, alone=False, code=""):
     """
-    End the program because of a user's mistake: one line on stderr, exit code 2, no traceback. Under torchrun every
-    rank fails alike and only the first of each machine prints, unless this rank may be the only one to fail
-    (`alone`).
+    End the program because of a user's mistake: one line on stderr, and `code` to run where that mends it; exit code
+    2, no traceback. Under torchrun every rank fails alike and only the first of each machine prints, unless this rank
+    may be the only one to fail (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"error: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(message).split())}", code, sep="\n" if code else "", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -23,6 +23,14 @@ def to_device(array, device):
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+NANOGPT_TO_SHARDS = """\
+import numpy as np, shards
+for split in "train", "val":
+    tokens = np.memmap(f"DATA_DIR/{split}.bin", "<u2", "r")
+    for i, part in enumerate(np.split(tokens, range(10**8, len(tokens), 10**8))):
+        open(f"DATA_DIR/{split}_{i:06}.bin", "wb").write(shards.shard_header(len(part)) + part.tobytes())"""
+
+
 class TokenDataset:
     """
     The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
@@ -33,10 +41,18 @@ class TokenDataset:
     def __init__(self, data_dir, split, max_seq_len):
         paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
         if not paths:
+            if os.path.exists(f"{data_dir}/meta.pkl"):
+                fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
+                     f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
+            if os.path.exists(f"{data_dir}/{split}.bin"):
+                fail(f"data_dir={data_dir}: {split}.bin is nanoGPT's, GPT-2 tokens without a header; in Python "
+                     f"this makes shards of it:", code=NANOGPT_TO_SHARDS.replace("DATA_DIR", data_dir))
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
+                     f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
                  f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
-                 f"--data_dir={data_dir}")
+                 f"--data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         self.tokenizer = get_tokenizer(read_meta(data_dir)["tokenizer"])
         self.vocab_size = padded_vocab_size(self.tokenizer)

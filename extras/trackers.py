@@ -1,43 +1,61 @@
 """Weights & Biases (--wandb_log=True) and TensorBoard (--tensorboard=True). Neither can stop a run."""
+import os
+import re
+import uuid
 from pathlib import Path
 
-wandb_project: str = "train-gpt2"  # the run is named after out_dir
+wandb_project: str | None = None  # None: $WANDB_PROJECT, or train-gpt2; the run is named $WANDB_NAME, or after out_dir
 
 
-def start(config):
-    """Returns functions that take a line of the log, a dict with iter."""
-    trackers, out_dir = [], Path(config["out_dir"])
-    if config["wandb_log"]:
-        try:
-            import wandb
-            run = wandb.init(project=wandb_project, name=out_dir.resolve().name, dir=out_dir, config=config,
-                             settings=wandb.Settings(init_timeout=60))
-            trackers.append(guarded(lambda values: run.log(values, step=values["iter"])))
-        except Exception as error:  # not installed, no account, no network, ...
-            print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-                  f"WANDB_MODE=offline keeps its files here")
-    if config["tensorboard"]:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(out_dir / "tensorboard")
-        except Exception as error:
-            print(f"WARNING: no TensorBoard ({type(error).__name__}: {error}): pip install tensorboard")
-        else:
-            def write(values):
-                for key, value in values.items():
-                    if isinstance(value, (int, float)) and key != "iter":
-                        writer.add_scalar(key, value, values["iter"])
-                writer.flush()
-            trackers.append(guarded(write))
-    return trackers
+class Trackers:
+    """What a resumed run needs to continue its run at Weights & Biases: the id of that."""
+
+    def __init__(self, config):
+        self.config, self.wandb_id = config, uuid.uuid4().hex[:8]
+
+    def state_dict(self):
+        return {"wandb_id": self.wandb_id}
+
+    def load_state_dict(self, state):
+        self.wandb_id = state["wandb_id"]
+
+    def start(self, iter_num):
+        """Returns functions that take a line of the log, a dict with iter. iter_num: the steps taken so far."""
+        trackers, out_dir = [], Path(self.config["out_dir"])
+        if self.config["wandb_log"]:
+            try:
+                import wandb
+                run = wandb.init(id=self.wandb_id, resume="allow", dir=out_dir, config=self.config,
+                                 project=wandb_project or os.environ.get("WANDB_PROJECT", "train-gpt2"),
+                                 name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
+                                 settings=wandb.Settings(init_timeout=60))
+                trackers.append(guarded(lambda values: run.log(values, step=values["iter"])))
+            except Exception as error:  # not installed, no account, no network, ...
+                print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+                      f"WANDB_MODE=offline keeps its files here")
+        if self.config["tensorboard"]:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+                # hides what a run that was killed had logged after the checkpoint that it resumes from
+                writer = SummaryWriter(out_dir / "tensorboard", purge_step=iter_num + 1 if iter_num else 0)
+            except Exception as error:
+                print(f"WARNING: no TensorBoard ({type(error).__name__}: {error}): pip install tensorboard")
+            else:
+                def write(values):
+                    for key, value in values.items():
+                        if isinstance(value, (int, float)) and key != "iter":
+                            writer.add_scalar(key, value, values["iter"])
+                    writer.flush()
+                trackers.append(guarded(write))
+        return trackers
 
 
 def guarded(tracker):
-    """A tracker that is left out after its first failure, with a warning."""
+    """A tracker that gets train_loss as train/loss, and is left out after its first failure, with a warning."""
     def track(values):
         nonlocal tracker
         try:
-            tracker(values)
+            tracker({re.sub("^(train|val)_", r"\1/", key): value for key, value in values.items()})
         except Exception as error:
             print(f"WARNING: a tracker failed and is off from here on: {type(error).__name__}: {error}")
             tracker = lambda values: None

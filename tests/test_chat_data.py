@@ -1,6 +1,7 @@
 """Chat data: the format token by token, truncation, packing, and a packed row equals its conversations."""
 import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from chat_data import (ChatDataset, best_fit, build_datasets, packed_mask_and_positions, parse_mixture,
-                       tokenize_conversation)
+                       read_conversations, tokenize_conversation)
 from model import IGNORE
 from prepare_data import python_conversations
 from test_model import VARIANTS, new_gpt
@@ -345,6 +346,29 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, refused, line, words)
     path.write_bytes("\n".join(["\ufeff" + good, "", line, good]).encode(errors="surrogateescape"))
     message = refused(build, tmp_path / "rows", path)
     assert "a.jsonl, line 3: " in message and words in message and 'expected {"messages": [...]}' in message
+
+
+SHAREGPT = [{"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
+            {"id": "b", "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
+                                          {"from": "gpt", "value": "r"}]}]
+ALPACA = [{"instruction": "q", "input": "", "output": "r"}, {"instruction": "q", "input": "x", "output": "r"}]
+
+
+@pytest.mark.parametrize("name, rows, messages", [
+    ("ShareGPT", SHAREGPT, [turns("q", "r"), turns("q", "r", system="s")]),
+    ("Alpaca", ALPACA, [turns("q\n", "r"), turns("q\nx", "r")])])
+@pytest.mark.parametrize("array", [False, True])
+def test_another_format_is_named_and_converted_by_the_code_in_the_error(tmp_path, monkeypatch, capsys, name, rows,
+                                                                         messages, array):
+    monkeypatch.chdir(tmp_path)
+    source = Path("chats.json" if array else "other.jsonl")
+    source.write_text(json.dumps(rows) if array else "\n".join(map(json.dumps, rows)))
+    with pytest.raises(SystemExit):
+        list(read_conversations(str(source)))
+    error, _, code = capsys.readouterr().err.partition("\n")
+    assert error == f"error: --data or --val_data: {source} is in {name}'s format; in Python this converts it:"
+    exec(code, {})
+    assert [found for _, found in read_conversations("chats.jsonl")] == messages
 
 
 def test_faulty_conversations_are_counted_and_the_rest_kept(tmp_path, refused):

@@ -194,3 +194,26 @@ def test_sources_and_transforms_join_the_batch(tmp_path):
     batch = next(loader)
     assert batch["number"].tolist() == sample_indices(range(2), len(dataset), seed=3).tolist()
     assert batch["twice"].tolist() == (2 * batch["number"]).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------
+# nanoGPT's data
+
+def test_nanogpts_files_become_shards_by_the_code_in_the_error(tmp_path, capsys):
+    for split, n in ("train", 300), ("val", 40):
+        np.arange(n, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(SystemExit):
+        TokenDataset(str(tmp_path), "train", 8)
+    error, _, code = capsys.readouterr().err.partition("\n")
+    assert error.startswith(f"error: data_dir={tmp_path}: train.bin is nanoGPT's")
+    exec(code.replace("10**8", "100"), {})
+    assert sorted(path.name for path in tmp_path.glob("*_*.bin")) == [
+        "train_000000.bin", "train_000001.bin", "train_000002.bin", "val_000000.bin"]
+    assert np.concatenate([read_shard(path) for path in sorted(tmp_path.glob("train_*"))]).tolist() == list(range(300))
+    assert read_shard(tmp_path / "val_000000.bin").tolist() == list(range(40))
+
+
+def test_nanogpts_characters_are_prepared_again(tmp_path, refused):
+    (tmp_path / "meta.pkl").touch()
+    (tmp_path / "train.bin").touch()
+    assert "--files=" in refused(TokenDataset, str(tmp_path), "train", 8)

@@ -1,5 +1,7 @@
 """Weights & Biases and TensorBoard: they get the log, and cannot stop a run."""
 import json
+import sys
+from types import SimpleNamespace
 
 from conftest import TINY, patched, run
 from extras.trackers import guarded
@@ -9,15 +11,16 @@ import json, types
 
 class Run:
     def __init__(self, **settings):
-        self.file = open(settings["dir"] / "wandb.jsonl", "w")
-        self.log({name: str(settings[name]) for name in ("project", "name")}, len(settings["config"]))
+        self.file = open(settings["dir"] / "wandb.jsonl", "a")
+        self.log({name: str(settings[name]) for name in ("project", "name", "id", "resume")}, len(settings["config"]))
 
     def log(self, values, step):
         print(json.dumps([step, values]), file=self.file, flush=True)
 
 class SummaryWriter:
-    def __init__(self, folder):
-        self.file = open(str(folder) + ".txt", "w")
+    def __init__(self, folder, purge_step):
+        self.file = open(str(folder) + ".txt", "a")
+        print("purge", purge_step, file=self.file)
 
     def add_scalar(self, *values):
         print(*values, file=self.file)
@@ -30,16 +33,43 @@ sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Sum
 """
 
 
-def test_both_get_every_line_of_the_log(shards, tmp_path):
-    run(patched(tmp_path, "train_gpt2.py", FAKES), *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/name",
-        "--max_iters=2", "--wandb_log=True", "--tensorboard=True", "--wandb_project=project")
+def grouped(line):
+    return {key.replace("train_", "train/").replace("val_", "val/"): value for key, value in line.items()}
+
+
+def test_both_get_every_line_of_the_log(shards, tmp_path, monkeypatch):
+    """And a resumed run continues its own."""
+    monkeypatch.setenv("WANDB_NAME", "given")
+    flags = TINY + [f"--data_dir={shards}", f"--out_dir={tmp_path}/name"]
+    start = [patched(tmp_path, "train_gpt2.py", FAKES), *flags]
+    run(*start, "--max_iters=2", "--wandb_log=True", "--tensorboard=True", "--wandb_project=project")
+    run(*start, "--max_iters=3", "--init_from=resume")
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
-    (n_settings, names), *logged = map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines())
-    assert names == {"project": "project", "name": "name"} and n_settings > 50
-    assert logged == [[line["iter"], line] for line in expected] and len(logged) == 4  # 2 evaluations, 2 steps
+    tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))
+    (n_settings, names), resumed_with = [tracked.pop(i) for i in (0, 4)]
+    assert names == {"project": "project", "name": "given", "id": names["id"], "resume": "allow"} and n_settings > 50
+    assert resumed_with[1] == names and len(names["id"]) == 8
+    # 2 evaluations and 2 steps, then a step and an evaluation
+    assert tracked == [[line["iter"], grouped(line)] for line in expected] and len(tracked) == 6
+    assert "train/loss" in tracked[1][1] and "val/loss" in tracked[0][1] and "lr" in tracked[1][1]
     scalars = (tmp_path / "name" / "tensorboard.txt").read_text().splitlines()
-    assert f"val_loss {expected[-1]['val_loss']} 2" in scalars and f"lr {expected[1]['lr']} 1" in scalars
+    assert f"val/loss {expected[-1]['val_loss']} 3" in scalars and f"lr {expected[1]['lr']} 1" in scalars
+    assert [line for line in scalars if line.startswith("purge")] == ["purge 0", "purge 3"]
+
+
+def test_a_run_is_named_after_its_folder_and_its_project_is_the_environments(monkeypatch, tmp_path):
+    from extras import trackers
+    settings = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=settings.update, Settings=dict))
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    config = {"out_dir": str(tmp_path / "name"), "wandb_log": True, "tensorboard": False}
+    for environment, flag, project in (None, None, "train-gpt2"), ("e", None, "e"), ("e", "flag", "flag"):
+        monkeypatch.setattr(trackers, "wandb_project", flag)
+        if environment:
+            monkeypatch.setenv("WANDB_PROJECT", environment)
+        trackers.Trackers(config).start(0)
+        assert (settings["name"], settings["project"]) == ("name", project)
 
 
 def test_one_that_is_not_installed_is_a_warning(shards, tmp_path):
