@@ -11,6 +11,7 @@ but it caches whole keys and values. Both ways need transformers, which reads an
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from huggingface_hub import snapshot_download  # datasets brings it
 from huggingface_hub.utils import enable_progress_bars
 
 import runtime
+from chat_data import parse_mixture
 from checkpoint import GPT2_MODELS, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
 from model import NORM_EPS, GPT, GPTConfig
@@ -241,11 +243,13 @@ def tokenizer_to_hf(tokenizer):
     return hf_tokenizer
 
 
-# render_chat in jinja
+# render_chat in jinja; what stands within generation is trained on (TRL's assistant_only_loss)
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] not in " + str(list(ROLES)) + " %}{{ raise_exception('unknown role ' + message['role']) }}"
-    "{% endif %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% endif %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
 
 
@@ -260,11 +264,38 @@ inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], 
 """}
 
 
-def model_card(name, stage, twin):
+def llama_cpp_fault(config, tokenizer):
+    """What llama.cpp (b9993) would do wrong with a model, as text, or "". tests/llama_cpp.py tries each."""
+    if tokenizer == "bytes":
+        return "its converter does not know the tokenizer"
+    if config.arch == "llama" and config.attention == "mla" and config.q_lora_rank is None:
+        return "it does not load latent attention without q_lora_rank"
+    if config.arch == "gpt2" and config.intermediate_size != 4 * config.n_embd:
+        return "it does not load a GPT-2 whose MLP is not 4 n_embd wide"
+    if config.gelu == "exact":
+        return "it would compute GPT-2's GELU in place of the exact one, and not say so"
+    return ""
+
+
+def hub_sources(training):
+    """By the settings of a run: the model of the Hugging Face hub that it began with, and its data sets, as lists."""
+    base = [f"openai-community/{training['init_from']}"] if training.get("init_from") in GPT2_MODELS else []
+    names = parse_mixture(training.get("data", ""))
+    with suppress(Exception):  # pretraining, and the shards are still there
+        names = [json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
+    return base, ["/".join(name.split("/")[:2]) for name in names if "/" in name and not Path(name).suffix]
+
+
+def model_card(name, loaded, config, twin):
     """README.md, as text."""
+    stage, (base, found) = loaded["stage"], hub_sources(loaded["config"])
+    fault = llama_cpp_fault(config, loaded["tokenizer"])
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
+license: other  # yours to choose
+base_model: {base}  # what it was tuned from, if that is on the hub
+datasets: {found}
 ---
 # {name}
 
@@ -276,6 +307,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM.from_pretrained("{name}")
 {USAGE[stage]}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
+
+{f"**Not for llama.cpp**: {fault}." if fault else "llama.cpp's `convert_hf_to_gguf.py` converts it."}
 
 Text that spells a special token, like `<|end|>`, becomes that token here, in a chat template as in any prompt: strip
 it from untrusted input. A base model has not learned the chat tokens, so it has no chat template.
@@ -320,12 +353,13 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,
             "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
             "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None}))
-        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded["stage"], twin), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, config, twin), encoding="utf-8")
         twin.save_pretrained(folder, max_shard_size=shard_size)
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # they are written for their owner alone
+    fault = llama_cpp_fault(config, tokenizer.name)
     print(f"{describe_model(checkpoint, loaded)}\n{out_dir}: {type(twin).__name__}, {dtype}, "
-          f"{twin.num_parameters():,} parameters")
+          f"{twin.num_parameters():,} parameters" + (f"; not for llama.cpp: {fault}" if fault else ""))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +17,7 @@ from checkpoint import load_checkpoint, load_model
 from conftest import TINY, read_log, refused, run, write_shards
 from dataloader import TokenDataset
 from export_hf import config_from_hf, config_to_hf, to_hf
-from model import GPT2MLP
+from model import GPT2MLP, GPTConfig
 from sample import generate
 from test_generate import save
 from test_model import VARIANTS, new_gpt, tokens
@@ -107,6 +108,40 @@ def test_the_card_says_what_it_is_and_how_to_load_it(exported):
     assert variant == "gpt2_mla" or n_params == sum(p.numel() for p in gpt.parameters())
 
 
+def test_the_card_names_base_and_data_of_the_hub(tmp_path):
+    """In YAML that the hub reads; the license is left to fill in."""
+    def metadata(**training):
+        export(save(tmp_path, new_gpt("gpt2", n_layer=1), config=training), tmp_path / str(len(list(tmp_path.iterdir()))))
+        card = max(tmp_path.glob("*/README.md"), key=lambda path: path.stat().st_mtime_ns)
+        data = ModelCard.load(card).data
+        return data.license, data.base_model, data.datasets
+
+    chat = {"init_from": "gpt2-medium", "data": "HuggingFaceTB/smoltalk/all:2,mine/chats.jsonl,a.jsonl"}
+    assert metadata(**chat) == ("other", ["openai-community/gpt2-medium"], ["HuggingFaceTB/smoltalk"])
+    (tmp_path / "meta.json").write_text('{"source": {"dataset": "HuggingFaceFW/fineweb-edu"}}')
+    base = {"init_from": "scratch", "data_dir": str(tmp_path)}
+    assert metadata(**base) == ("other", [], ["HuggingFaceFW/fineweb-edu"])
+    assert metadata() == metadata(init_from="out/ckpt.pt", data="my.jsonl", data_dir="not/here") == ("other", [], [])
+
+
+@pytest.mark.parametrize("fields, tokenizer, words", [
+    ({}, "bytes", "does not know the tokenizer"),
+    ({"arch": "llama", "attention": "mla"}, "gpt2", "without q_lora_rank"),
+    ({"intermediate_size": 32}, "gpt2", "not 4 n_embd wide"), ({"gelu": "exact"}, "gpt2", "in place of the exact one"),
+    ({}, "gpt2", ""), ({"attention": "mla"}, "gpt2", ""), ({"arch": "llama", "intermediate_size": 32}, "gpt2", ""),
+    ({"arch": "llama", "attention": "mla", "q_lora_rank": 8}, "gpt2", "")])
+def test_the_card_says_what_llama_cpp_does_wrong(fields, tokenizer, words):
+    config = GPTConfig(**{"n_layer": 1, "n_head": 2, "n_embd": 16, **fields})
+    fault = export_hf.llama_cpp_fault(config, tokenizer)
+    assert words in fault and bool(words) == bool(fault)
+    card = export_hf.model_card("name", {"stage": "base", "tokenizer": tokenizer, "config": {}}, config, new_hf_model())
+    assert (f"**Not for llama.cpp**: {fault}." in card) == bool(fault) != ("llama.cpp's `convert" in card)
+
+
+def new_hf_model():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1))
+
+
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "gpt2_mla"])
 def test_transformers_own_config_says_the_same(variant, tmp_path):
     """Our config, written by transformers or as an older version wrote it, gives the same GPTConfig."""
@@ -120,9 +155,10 @@ def test_transformers_own_config_says_the_same(variant, tmp_path):
         assert config_from_hf(for_model(**ours, rope_scaling=None)) == config
         rope = {"rope_type": "default", "rope_theta": ours.pop("rope_theta")}
         assert config_from_hf(for_model(**ours, rope_parameters=rope)) == config
-        del ours["rms_norm_eps"]  # transformers' default is 1e-6
-        with pytest.raises(ValueError, match="rms_norm_eps=1e-06: expected 1e-05"):
-            config_from_hf(for_model(**ours, rope_parameters=rope))
+        assert ours.pop("rms_norm_eps") == (1e-6 if config.attention == "mla" else 1e-5)
+        if config.attention == "mha":  # transformers' default is 1e-6
+            with pytest.raises(ValueError, match="rms_norm_eps=1e-06: expected 1e-05"):
+                config_from_hf(for_model(**ours, rope_parameters=rope))
 
 
 # -----------------------------------------------------------------------------
@@ -176,8 +212,9 @@ def test_special_tokens_have_our_ids(exported_tokenizer):
 def test_the_chat_template_renders_the_ids_of_render_chat(exported_tokenizer, talk):
     ours, theirs = exported_tokenizer
     messages = [{"role": role, "content": content} for role, content in talk]
-    ids, _ = render_chat(ours, messages)
-    assert theirs.apply_chat_template(messages, return_dict=True)["input_ids"] == ids
+    ids, trained = render_chat(ours, messages)
+    rendered = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert rendered["input_ids"] == ids and rendered["assistant_masks"] == list(map(int, trained))
     prompted = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert prompted == ids + [chat_tokens(ours)["assistant"]]
     with pytest.raises(Exception, match="unknown role tool"):

@@ -49,7 +49,7 @@ def transformers_twin(gpt):
             intermediate_size=c.intermediate_size,
             q_lora_rank=c.q_lora_rank, kv_lora_rank=c.kv_lora_rank, qk_nope_head_dim=c.qk_nope_head_dim,
             qk_rope_head_dim=c.qk_rope_head_dim, v_head_dim=c.v_head_dim, first_k_dense_replace=c.n_layer,
-            rms_norm_eps=1e-5, rope_theta=c.rope_theta, tie_word_embeddings=False))
+            rms_norm_eps=1e-6, rope_theta=c.rope_theta, tie_word_embeddings=False))
     else:
         kind, settings = (transformers.Qwen3ForCausalLM, transformers.Qwen3Config) if c.qk_norm else \
                          (transformers.LlamaForCausalLM, transformers.LlamaConfig)
