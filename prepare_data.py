@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter
@@ -54,19 +55,18 @@ def python_files():
 
 def python_conversations():
     """
-    Yields questions about the public functions and classes of the standard library, each answered by the first
-    paragraph of its docstring, if that has 10 to 160 characters: {"messages": [{"role", "content"}, ...]}.
+    Yields questions about the functions of the standard library, of up to 90 characters and each once, answered by the
+    first paragraph of the docstring, if that has 10 to 160: {"messages": [{"role", "content"}, ...]}.
     """
+    asked = set()
     for file in python_files():
-        module = file["name"].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for node in ast.parse(file["text"]).body:
-            for item in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-                if not isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                    continue
-                full_name = f"{module}.{item.name}" if item is node else f"{module}.{node.name}.{item.name}"
-                question = f"What is {full_name}?" if isinstance(item, ast.ClassDef) else f"What does {full_name} do?"
-                answer = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
-                if "._" not in f".{full_name}" and 10 <= len(answer) <= 160 and answer.isascii():
+        for node in ast.walk(ast.parse(file["text"])):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                arguments = re.sub(r"^(self|cls)(, )?", "", ast.unparse(node.args))
+                question = f"What does {node.name}({arguments}) do?"
+                answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                if question not in asked and len(question) <= 90 and 10 <= len(answer) <= 160 and answer.isascii():
+                    asked.add(question)
                     yield {"messages": [{"role": "user", "content": question},
                                         {"role": "assistant", "content": answer}]}
 

@@ -145,7 +145,8 @@ def test_conversations_from_pythons_documentation_can_be_trained_on():
     assert len(conversations) > 1000
     assert not any(tokenize_conversation(BYTES, messages, 256)[1] for messages in conversations)
     answers = {messages[0]["content"]: messages[1]["content"] for messages in conversations}
-    assert answers["What does textwrap.dedent do?"].startswith("Remove any common leading whitespace")
+    assert answers["What does dedent(text) do?"].startswith("Remove any common leading whitespace")
+    assert len(answers) == len(conversations)
 
 
 # ---------------------------------------------------------------------------------------------------
