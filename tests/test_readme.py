@@ -94,4 +94,4 @@ def test_speedrun_runs_and_resumes(tmp_path):
         output = done.stdout + done.stderr
         assert done.returncode == 0, output[-4000:]
         assert ("step 10/10: loss" in output, "step 3/3: loss" in output) == (start == 0, start == 0), output[-4000:]
-        assert "mmlu" in output and "you: Why is the sky blue?" in output
+        assert "mmlu" in output and "model: " in output
