@@ -63,7 +63,8 @@ def fail(message, alone=False, code=""):
     may be the only one to fail (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"error: {' '.join(str(message).split())}", code, sep="\n" if code else "", file=sys.stderr, flush=True)
+        error = f"error: {' '.join(str(message).split())}"
+        print(*filter(None, (error, code)), sep="\n", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
