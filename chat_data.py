@@ -39,26 +39,26 @@ def parse_mixture(text):
     return sources
 
 
-# a key of two other formats -> their name, and how a row of theirs becomes ours
+# keys of two other formats -> their name, and how a row of theirs becomes ours
 OTHER_FORMATS = {
-    "conversations": ("ShareGPT", """\
-roles = {"system": "system", "human": "user", "gpt": "assistant"}
-rows = rows.map(lambda row: {"messages": [{"role": roles[turn["from"]], "content": turn["value"]}
+    ("conversations",): ("ShareGPT", """\
+roles = {"human": "user", "gpt": "assistant"}
+rows = rows.map(lambda row: {"messages": [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
                                           for turn in row["conversations"]]})"""),
-    "instruction": ("Alpaca", """\
+    ("instruction", "output"): ("Alpaca", """\
 rows = rows.map(lambda row: {"messages": [
-    {"role": "user", "content": row["instruction"] + "\\n" + (row.get("input") or "")},
+    {"role": "user", "content": "\\n".join(filter(None, [row["instruction"], row.get("input")]))},
     {"role": "assistant", "content": row["output"]}]})""")}
 
 
 def refuse_other_formats(source, keys, *load):
     """Ends the program, with the code that converts it, if `keys`, a text, has those of another format."""
-    for key, (name, convert) in OTHER_FORMATS.items():
-        if f'"{key}"' in keys and '"messages"' not in keys:
+    for needed, (name, convert) in OTHER_FORMATS.items():
+        if all(f'"{key}"' in keys for key in needed) and '"messages"' not in keys:
             load = ", ".join([*load, "split='train'"])
             fail(f"--data or --val_data: {source} is in {name}'s format; in Python this converts it:",
                  code=f"import datasets\nrows = datasets.load_dataset({load})\n{convert}\n"
-                      f"rows.select_columns('messages').to_json('chats.jsonl')")
+                      f"rows.select_columns('messages').to_json('{Path(source).stem}-messages.jsonl')")
 
 
 def read_conversations(source):
@@ -69,7 +69,8 @@ def read_conversations(source):
     if source.endswith(".jsonl") or os.path.exists(source):
         with one_line_errors(f"--data or --val_data: {source}"):
             file = open(source, "rb")
-            beginning = file.peek().decode(errors="replace")
+            beginning = file.read(1_000_000).decode(errors="replace")
+            file.seek(0)
         refuse_other_formats(source, beginning, "'json'", f"data_files={source!r}")
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -37,18 +37,22 @@ Fraction = Annotated[float, 0, 1]
 BelowOne = Annotated[float, 0, 0.999999]
 Seed = Annotated[int, 0, 2 ** 63 - 1]  # a little less than torch takes: steps are added to it
 
-# settings of nanoGPT, nanochat and transformers' Trainer -> ours; of several the first that the script has
+# settings of nanoGPT, nanochat and transformers' Trainer -> ours, with a remark; of several (|) the first that a
+# script has
 RENAMED = {
     "block_size": "max_seq_len", "max_length": "max_seq_len", "max_seq_length": "max_seq_len",
-    "device_batch_size": "batch_size", "per_device_train_batch_size": "batch_size", "num_iterations": "max_iters",
-    "max_steps": "max_iters", "num_train_epochs": "epochs", "warmup_steps": "warmup_iters", "lr": "learning_rate",
-    "decay_lr": "lr_schedule=constant or cosine", "matrix_lr": "muon_lr", "unembedding_lr": "head_lr",
-    "max_grad_norm": "grad_clip", "init_from": "checkpoint", "out_dir": "checkpoint|data_dir",
-    "output_dir": "out_dir", "model_name_or_path": "init_from|checkpoint", "checkpoint": "init_from",
-    "dataset": "data_dir|data", "data_dir": "data", "start": "prompt", "depth": "n_layer", "bias": "arch=gpt2 (with biases) or llama (without)",
-    "compile_model": "compile", "gradient_checkpointing": "recompute", "eval_every": "eval_interval",
-    "save_every": "save_interval"}
-NO_SETTING = {
+    "device_batch_size": "batch_size", "per_device_train_batch_size": "batch_size",
+    "total_batch_size": "gradient_accumulation_steps, in micro-batches", "num_iterations": "max_iters",
+    "max_steps": "max_iters", "num_train_epochs": "epochs|max_iters", "warmup_steps": "warmup_iters",
+    "lr": "learning_rate", "decay_lr": "lr_schedule=constant or cosine", "matrix_lr": "muon_lr",
+    "unembedding_lr": "head_lr", "max_grad_norm": "grad_clip", "depth": "n_layer",
+    "bias": "arch=gpt2 (with biases) or llama (without)", "compile_model": "compile", "bf16": "dtype=bfloat16",
+    "fp16": "dtype=float16", "gradient_checkpointing": "recompute", "eval_every": "eval_interval",
+    "eval_steps": "eval_interval", "save_every": "save_interval", "logging_steps": "log_interval",
+    "report_to": "wandb_log", "init_from": "checkpoint", "model_name_or_path": "init_from|checkpoint",
+    "checkpoint": "init_from", "out_dir": "checkpoint|data_dir", "output_dir": "out_dir",
+    "dataset": "data_dir, a folder|data", "data_dir": "data", "start": "prompt"}
+NO_SETTING = {  # in a training loop
     "eval_only": "python evaluate.py --checkpoint=CKPT --tasks= --data_dir=DIR does that",
     "always_save_checkpoint": "every evaluation saves, and the best so far is ckpt_best.pt",
     "wandb_run_name": "it is the environment variable WANDB_NAME", "run": "it is the environment variable WANDB_NAME",
@@ -58,9 +62,9 @@ EXTRAS = Path(__file__).resolve().parent / "extras"
 
 def fail(message, alone=False, code=""):
     """
-    End the program because of a user's mistake: one line on stderr, and `code` to run where that mends it; exit code
-    2, no traceback. Under torchrun every rank fails alike and only the first of each machine prints, unless this rank
-    may be the only one to fail (`alone`).
+    End the program because of a user's mistake: one line on stderr, followed by `code` that mends it, if given; exit
+    code 2, no traceback. Under torchrun every rank fails alike and only the first of each machine prints, unless this
+    rank may be the only one to fail (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
         error = f"error: {' '.join(str(message).split())}"
@@ -123,10 +127,11 @@ def split_arguments(argv, settings):
         if not arg.startswith("-"):
             files.append(arg)
             continue
-        if arg.startswith("--") and not equals:
-            text = next(arguments, "--")
+        if not equals:
+            text = next(arguments, "--")  # none: refused, as another flag is
         if name.startswith("-") or not equals and text.startswith("--"):
-            fail(f"{arg!r}: a setting is given as --name=value or --name value{did_you_mean(name, settings)}")
+            fail(f"{arg!r}: a setting is given as --name=value, or as --name value if that does not begin with --"
+                 f"{did_you_mean(name, settings)}")
         flags.append((name, text))
     return files, flags
 
@@ -226,11 +231,11 @@ def did_you_mean(name, settings):
     if name in settings:
         return ""
     name = name.replace("-", "_")
-    if name in NO_SETTING:
+    if name in NO_SETTING and "wandb_log" in settings:
         return f"; {NO_SETTING[name]}"
     if name in RENAMED:
         return next((f"; here it is --{here}" for here in RENAMED[name].split("|")
-                     if here.split("=")[0] in settings), "")
+                     if re.match(r"\w+", here)[0] in settings), "")
     close = difflib.get_close_matches(name, settings, n=1)
     return f"; did you mean --{close[0]}?" if close else ""
 
@@ -238,7 +243,7 @@ def did_you_mean(name, settings):
 def print_help(script, settings, extras):
     """A script's docstring, and its settings as they stand in the source, with defaults and comments; then extras'."""
     lines = [ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""]
-    lines += ["", "settings, given as --name=value, or as name = value in a config file:"]
+    lines += ["", "settings, given as --name=value or --name value, or as name = value in a config file:"]
     for path in [Path(script), *(EXTRAS / f"{extra}.py" for extra in extras if (EXTRAS / f"{extra}.py").exists())]:
         found = re.findall(r"^ *((\w+): .+ = .+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         lines += ["", f"in {path.name}", *(f"  {line}" for line, name in found if name in settings)]

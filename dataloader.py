@@ -26,9 +26,9 @@ def to_device(array, device):
 NANOGPT_TO_SHARDS = """\
 import numpy as np, shards
 for split in "train", "val":
-    tokens = np.memmap(f"DATA_DIR/{split}.bin", "<u2", "r")
+    tokens = np.memmap(folder + f"/{split}.bin", "<u2", "r")
     for i, part in enumerate(np.split(tokens, range(10**8, len(tokens), 10**8))):
-        open(f"DATA_DIR/{split}_{i:06}.bin", "wb").write(shards.shard_header(len(part)) + part.tobytes())"""
+        open(folder + f"/{split}_{i:06}.bin", "wb").write(shards.shard_header(len(part)) + part.tobytes())"""
 
 
 class TokenDataset:
@@ -44,9 +44,10 @@ class TokenDataset:
             if os.path.exists(f"{data_dir}/meta.pkl"):
                 fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
                      f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
-            if os.path.exists(f"{data_dir}/{split}.bin"):
-                fail(f"data_dir={data_dir}: {split}.bin is nanoGPT's, GPT-2 tokens without a header; in Python "
-                     f"this makes shards of it:", code=NANOGPT_TO_SHARDS.replace("DATA_DIR", data_dir))
+            if os.path.exists(f"{data_dir}/train.bin") or os.path.exists(f"{data_dir}/val.bin"):
+                fail(f"data_dir={data_dir}: train.bin and val.bin are nanoGPT's, GPT-2 tokens without a header; in "
+                     f"Python, started here, this makes shards of the two:",
+                     code=f"folder = {str(data_dir)!r}\n{NANOGPT_TO_SHARDS}")
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
                      f"--local-dir={data_dir})" if "fineweb" in data_dir else "")

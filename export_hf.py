@@ -10,6 +10,7 @@ but it caches whole keys and values. Both ways need transformers, which reads an
 """
 import json
 import math
+import re
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,7 +26,7 @@ import runtime
 from chat_data import parse_mixture
 from checkpoint import GPT2_MODELS, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
-from model import NORM_EPS, GPT, GPTConfig
+from model import GPT, GPTConfig
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------
@@ -80,6 +81,7 @@ HF_FIELDS = {  # model_type -> its names of GPTConfig's fields
              "n_embd": "n_embd", "n_inner": "intermediate_size"},
     "llama": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
     "deepseek_v3": {"first_k_dense_replace": "n_layer",  # all layers are dense
+                    "rms_norm_eps": "norm_eps",  # 1e-5 in older exports
                     "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
                     "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
                     "v_head_dim": "v_head_dim", **LLAMA_FIELDS},
@@ -94,10 +96,10 @@ def config_to_hf(config):
     hf_config = {"model_type": kind, "tie_word_embeddings": kind == "gpt2",
                  **{hf_name: getattr(config, name) for hf_name, name in HF_FIELDS[kind].items()}}
     if kind == "gpt2":
-        return {**hf_config, "layer_norm_epsilon": 1e-5, "activation_function": HF_GELU[config.gelu],
+        return {**hf_config, "layer_norm_epsilon": config.norm_eps, "activation_function": HF_GELU[config.gelu],
                 "n_ctx": config.max_seq_len}  # transformers' n_positions; llama.cpp's converter wants this
     # deepseek_v3 calls the width of the rotated part head_dim
-    return {**hf_config, "rms_norm_eps": NORM_EPS[config.attention],
+    return {**hf_config, "rms_norm_eps": config.norm_eps,
             "head_dim": config.qk_rope_head_dim or config.n_embd // config.n_head}
 
 
@@ -268,8 +270,11 @@ def llama_cpp_fault(config, tokenizer):
     """What llama.cpp (b9993) would do wrong with a model, as text, or "". tests/llama_cpp.py tries each."""
     if tokenizer == "bytes":
         return "its converter does not know the tokenizer"
-    if config.arch == "llama" and config.attention == "mla" and config.q_lora_rank is None:
-        return "it does not load latent attention without q_lora_rank"
+    if config.arch == "llama" and config.attention == "mla":
+        if config.q_lora_rank is None:
+            return "it does not load latent attention without q_lora_rank"
+        if config.norm_eps != 1e-6:
+            return "it gives all norms one eps, and those of this older model differ"
     if config.arch == "gpt2" and config.intermediate_size != 4 * config.n_embd:
         return "it does not load a GPT-2 whose MLP is not 4 n_embd wide"
     if config.gelu == "exact":
@@ -279,11 +284,13 @@ def llama_cpp_fault(config, tokenizer):
 
 def hub_sources(training):
     """By the settings of a run: the model of the Hugging Face hub that it began with, and its data sets, as lists."""
-    base = [f"openai-community/{training['init_from']}"] if training.get("init_from") in GPT2_MODELS else []
-    names = parse_mixture(training.get("data", ""))
-    with suppress(Exception):  # pretraining, and the shards are still there
-        names = [json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
-    return base, ["/".join(name.split("/")[:2]) for name in names if "/" in name and not Path(name).suffix]
+    init_from, names = str(training.get("init_from")).removeprefix("auto:"), []
+    with suppress(Exception):  # chat tuning; or pretraining, if the shards are still there
+        names = parse_mixture(training["data"]) if "data" in training else [
+            json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
+    found = [re.fullmatch(r"([\w-][\w.-]*/[\w.-]+)(/[\w.-]+)?", name) for name in names if not name.endswith(".jsonl")]
+    return ([f"openai-community/{init_from}"] if init_from in GPT2_MODELS else [],
+            [name[1] for name in found if name and not Path(name[0]).exists()])
 
 
 def model_card(name, loaded, config, twin):

@@ -21,7 +21,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-NORM_EPS = {"mha": 1e-5, "mla": 1e-6}  # Llama's and DeepSeek's, for all norms of a model; gpt2 has 1e-5 with either
 IGNORE = -1  # ignore_index: a target with this value has no loss
 LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 1024 * 50304 float32 are 206 MB
 
@@ -41,6 +40,7 @@ class GPTConfig:
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
+    norm_eps: float | None = None  # of a block's norms and the last; None: 1e-5, llama with mla DeepSeek's 1e-6
     kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: 128, at most C / 2
     q_lora_rank: int | None = None  # mla, llama: latent width for queries; None: queries straight from x
     qk_nope_head_dim: int | None = None  # mla: width of a head's query without position; None: hd - the rope's
@@ -52,7 +52,8 @@ class GPTConfig:
         """Fills in what is None. Raises ValueError, naming the field, for what cannot be built."""
         gpt2, mla, C, hd = self.arch == "gpt2", self.attention == "mla", self.n_embd, self.n_embd // self.n_head
         # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
-        derived = {"n_kv_head": self.n_head, "intermediate_size": 4 * C if gpt2 else 64 * math.ceil(C / 24)}
+        derived = {"n_kv_head": self.n_head, "intermediate_size": 4 * C if gpt2 else 64 * math.ceil(C / 24),
+                   "norm_eps": 1e-6 if mla and not gpt2 else 1e-5}
         if mla:
             # A head's query and key, nope + rope, are as wide as its value. If they differed, SDPA's flash kernels
             # would decline: CUDA would take its memory-efficient one, a CPU the plain one with all T x T weights.
@@ -157,8 +158,8 @@ class LlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
-        self.q_norm = nn.RMSNorm(hd, eps=NORM_EPS["mha"]) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(hd, eps=NORM_EPS["mha"]) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
         self.cache_shapes = [(config.n_kv_head, hd)] * 2
 
     def forward(self, x, rope, positions, mask, cache):
@@ -205,10 +206,10 @@ class MLA(nn.Module):
             self.q_proj = nn.Linear(c.n_embd, q_width, bias=gpt2)
         else:
             self.q_a_proj = nn.Linear(c.n_embd, c.q_lora_rank, bias=False)
-            self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=NORM_EPS["mla"])
+            self.q_a_layernorm = nn.RMSNorm(c.q_lora_rank, eps=1e-6)
             self.q_b_proj = nn.Linear(c.q_lora_rank, q_width, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(c.n_embd, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
-        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(c.kv_lora_rank, eps=NORM_EPS["mla"])
+        self.kv_a_layernorm = nn.Identity() if gpt2 else nn.RMSNorm(c.kv_lora_rank, eps=1e-6)
         self.kv_b_proj = nn.Linear(c.kv_lora_rank, c.n_head * (c.qk_nope_head_dim + c.v_head_dim), bias=False)
         self.o_proj = nn.Linear(c.n_head * c.v_head_dim, c.n_embd, bias=gpt2)
         self.cache_shapes = [(1, c.kv_lora_rank + c.qk_rope_head_dim)]  # the latent and the rotated key
@@ -282,9 +283,8 @@ class LlamaMLP(nn.Module):
 
 
 def build_norm(config):
-    if config.arch == "gpt2":
-        return nn.LayerNorm(config.n_embd, eps=1e-5)
-    return nn.RMSNorm(config.n_embd, eps=NORM_EPS[config.attention])
+    norm = nn.LayerNorm if config.arch == "gpt2" else nn.RMSNorm
+    return norm(config.n_embd, eps=config.norm_eps)
 
 
 class Block(nn.Module):

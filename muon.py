@@ -59,7 +59,7 @@ class MuonAdamW(torch.optim.Optimizer):
             self.orthogonalize(torch.stack(batch))
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
         """One step of both."""
         # load_state_dict replaces these objects, so re-link them each time
         group, *self.adamw.param_groups = self.param_groups

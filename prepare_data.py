@@ -62,7 +62,7 @@ def python_conversations():
     for file in python_files():
         for node in ast.walk(ast.parse(file["text"])):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                arguments = re.sub(r"^(self|cls)(, )?", "", ast.unparse(node.args))
+                arguments = re.sub(r"^(self|cls)(, /)?(, |$)", "", ast.unparse(node.args))
                 question = f"What does {node.name}({arguments}) do?"
                 answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
                 if question not in asked and len(question) <= 90 and 10 <= len(answer) <= 160 and answer.isascii():

@@ -118,7 +118,7 @@ model_args["vocab_size"] = train_data.vocab_size
 from_scratch = checkpoint is None
 if checkpoint:
     check_tokenizer(f"--data_dir={data_dir}", tokenizer, checkpoint)
-    model_args["max_seq_len"] = checkpoint["model_args"]["max_seq_len"]
+    model_args = {**checkpoint["model_args"], "dropout": dropout}
 with one_line_errors(errors=ValueError):
     orig_model = GPT(GPTConfig(**model_args))
 if checkpoint and not resuming:

@@ -6,6 +6,6 @@ data = "data/python/chat.jsonl"
 batch_size = 8
 gradient_accumulation_steps = 1
 learning_rate = 6e-3
-epochs = 2.0
+max_iters = 483  # two epochs
 eval_interval = 200
 eval_iters = 16

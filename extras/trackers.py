@@ -8,16 +8,22 @@ wandb_project: str | None = None  # None: $WANDB_PROJECT, or train-gpt2; the run
 
 
 class Trackers:
-    """What a resumed run needs to continue its run at Weights & Biases: the id of that."""
+    """
+    Starts both. A checkpoint has the id, project and name of the run at Weights & Biases, which a resumed run
+    continues.
+    """
 
     def __init__(self, config):
-        self.config, self.wandb_id = config, uuid.uuid4().hex[:8]
+        self.config = config
+        self.wandb_run = {"id": uuid.uuid4().hex[:8],
+                          "project": wandb_project or os.environ.get("WANDB_PROJECT", "train-gpt2"),
+                          "name": os.environ.get("WANDB_NAME", Path(config["out_dir"]).resolve().name)}
 
     def state_dict(self):
-        return {"wandb_id": self.wandb_id}
+        return self.wandb_run
 
     def load_state_dict(self, state):
-        self.wandb_id = state["wandb_id"]
+        self.wandb_run = state
 
     def start(self, iter_num):
         """Returns functions that take a line of the log, a dict with iter. iter_num: the steps taken so far."""
@@ -25,14 +31,12 @@ class Trackers:
         if self.config["wandb_log"]:
             try:
                 import wandb
-                run = wandb.init(id=self.wandb_id, resume="allow", dir=out_dir, config=self.config,
-                                 project=wandb_project or os.environ.get("WANDB_PROJECT", "train-gpt2"),
-                                 name=os.environ.get("WANDB_NAME", out_dir.resolve().name),
+                run = wandb.init(**self.wandb_run, resume="allow", dir=out_dir, config=self.config,
                                  settings=wandb.Settings(init_timeout=60))
                 trackers.append(guarded(lambda values: run.log(values, step=values["iter"])))
             except Exception as error:  # not installed, no account, no network, ...
                 print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-                      f"WANDB_MODE=offline keeps its files here")
+                      f"pip install wandb; WANDB_MODE=offline keeps its files here")
         if self.config["tensorboard"]:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -51,7 +55,10 @@ class Trackers:
 
 
 def guarded(tracker):
-    """A tracker that gets train_loss as train/loss, and is left out after its first failure, with a warning."""
+    """
+    A tracker that gets train_loss as train/loss, val_loss as val/loss, and is left out after its first failure, with a
+    warning.
+    """
     def track(values):
         nonlocal tracker
         try:

@@ -86,7 +86,7 @@ def our_perplexity(model, ids):
 
 
 def compare(name, fields, converter, programs, folder):
-    """A row of the table: a small model on either side of the conversion. Ends the program if it is not as expected."""
+    """A row of the table: a small model on either side of the conversion. AssertionError if it is not as expected."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(**{**SMALL, **fields}))
     tokenizer = get_tokenizer("bytes" if model.config.vocab_size == 384 else "gpt2")

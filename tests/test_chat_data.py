@@ -147,6 +147,7 @@ def test_conversations_from_pythons_documentation_can_be_trained_on():
     answers = {messages[0]["content"]: messages[1]["content"] for messages in conversations}
     assert answers["What does dedent(text) do?"].startswith("Remove any common leading whitespace")
     assert len(answers) == len(conversations)
+    assert not any("(self" in question or "(cls," in question or "(/" in question for question in answers)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -351,13 +352,14 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, refused, line, words)
 
 SHAREGPT = [{"id": "a", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
             {"id": "b", "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
-                                          {"from": "gpt", "value": "r"}]}]
+                                          {"from": "gpt", "value": "r"}]},
+            {"id": "c", "conversations": [{"from": "tool", "value": "q"}]}]
 ALPACA = [{"instruction": "q", "input": "", "output": "r"}, {"instruction": "q", "input": "x", "output": "r"}]
 
 
 @pytest.mark.parametrize("name, rows, messages", [
-    ("ShareGPT", SHAREGPT, [turns("q", "r"), turns("q", "r", system="s")]),
-    ("Alpaca", ALPACA, [turns("q\n", "r"), turns("q\nx", "r")])])
+    ("ShareGPT", SHAREGPT, [turns("q", "r"), turns("q", "r", system="s"), [{"role": "tool", "content": "q"}]]),
+    ("Alpaca", ALPACA, [turns("q", "r"), turns("q\nx", "r")])])
 @pytest.mark.parametrize("array", [False, True])
 def test_another_format_is_named_and_converted_by_the_code_in_the_error(tmp_path, monkeypatch, capsys, name, rows,
                                                                          messages, array):
@@ -369,7 +371,14 @@ def test_another_format_is_named_and_converted_by_the_code_in_the_error(tmp_path
     error, _, code = capsys.readouterr().err.partition("\n")
     assert error == f"error: --data or --val_data: {source} is in {name}'s format; in Python this converts it:"
     exec(code, {})
-    assert [found for _, found in read_conversations("chats.jsonl")] == messages
+    assert [found for _, found in read_conversations(f"{source.stem}-messages.jsonl")] == messages
+
+
+def test_keys_of_another_format_beside_messages_are_not_misread(tmp_path):
+    path = tmp_path / "a.jsonl"
+    row = {"conversations": "x" * 20_000, "instruction": "y", "output": "z", "messages": turns("q", "a")}
+    path.write_text(json.dumps(row))
+    assert [found for _, found in read_conversations(str(path))] == [turns("q", "a")]
 
 
 def test_faulty_conversations_are_counted_and_the_rest_kept(tmp_path, refused):

@@ -193,7 +193,7 @@ def test_a_wrong_key_in_a_file_is_refused(script, capsys, assignment, nearest):
     ("train_gpt2.py", "block_size = 256", "--block_size=256", "here it is --max_seq_len;"),
     ("train_gpt2.py", "decay_lr = False", "--decay_lr=False", "here it is --lr_schedule=constant or cosine;"),
     ("train_gpt2.py", "compile_model = True", "--compile_model=True", "here it is --compile;"),
-    ("train_gpt2.py", "dataset = 'x'", "--dataset=x", "here it is --data_dir;"),
+    ("train_gpt2.py", "dataset = 'x'", "--dataset=x", "here it is --data_dir, a folder;"),
     ("train_gpt2.py", "eval_only = True", "--eval_only=True", "python evaluate.py --checkpoint=CKPT --tasks= "),
     ("train_gpt2.py", "wandb_run_name = 'x'", "--wandb_run_name=x", "it is the environment variable WANDB_NAME;"),
     ("chat_sft.py", "dataset = 'x'", "--dataset=x", "here it is --data;"),
@@ -212,12 +212,13 @@ def test_another_projects_name_is_answered_with_ours(tmp_path, name, value, flag
 def test_what_another_projects_name_is_answered_with_exists():
     scripts = [ROOT / f"{name}.py" for name in ("train_gpt2", "chat_sft", "prepare_data", "sample", "evaluate")]
     settings = {name for path in scripts for name in re.findall(r"^ *(\w+): .+ = ", path.read_text(), re.MULTILINE)}
-    answers = [answer.split("=")[0] for answers in configurator.RENAMED.values() for answer in answers.split("|")]
-    assert set(answers) <= settings and not configurator.NO_SETTING.keys() & settings
+    renamed = {name: [re.match(r"\w+", answer)[0] for answer in answers.split("|")]
+               for name, answers in configurator.RENAMED.items()}
+    assert set(sum(renamed.values(), [])) <= settings and not configurator.NO_SETTING.keys() & settings
     # for each there is a script without a setting of that name, and with one of the answers
-    for name, answers in configurator.RENAMED.items():
+    for name, answers in renamed.items():
         assert any(not re.search(rf"^ *{name}: ", path.read_text(), re.MULTILINE)
-                   and re.search(rf"^ *({answers.split('=')[0]}): ", path.read_text(), re.MULTILINE) for path in scripts)
+                   and re.search(rf"^ *({'|'.join(answers)}): ", path.read_text(), re.MULTILINE) for path in scripts)
 
 
 def test_a_wrong_file_is_refused_though_a_flag_would_win(script, capsys):
@@ -234,7 +235,7 @@ def test_a_flag_without_a_value_is_refused(script, capsys, flag):
 
 @pytest.mark.parametrize("argv", [("--name", "--steps=5"), ("--steps=5", "--name")])
 def test_a_flag_is_not_taken_for_the_value_of_another(script, capsys, argv):
-    assert "'--name': a setting is given as --name=value or --name value" in refusal(script, capsys, *argv)
+    assert "'--name': a setting is given as --name=value, or as --name value if" in refusal(script, capsys, *argv)
 
 
 def test_a_missing_file_is_refused(script, capsys):

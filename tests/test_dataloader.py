@@ -205,7 +205,7 @@ def test_nanogpts_files_become_shards_by_the_code_in_the_error(tmp_path, capsys)
     with pytest.raises(SystemExit):
         TokenDataset(str(tmp_path), "train", 8)
     error, _, code = capsys.readouterr().err.partition("\n")
-    assert error.startswith(f"error: data_dir={tmp_path}: train.bin is nanoGPT's")
+    assert error.startswith(f"error: data_dir={tmp_path}: train.bin and val.bin are nanoGPT's")
     exec(code.replace("10**8", "100"), {})
     assert sorted(path.name for path in tmp_path.glob("*_*.bin")) == [
         "train_000000.bin", "train_000001.bin", "train_000002.bin", "val_000000.bin"]

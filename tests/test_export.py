@@ -111,22 +111,40 @@ def test_the_card_says_what_it_is_and_how_to_load_it(exported):
 def test_the_card_names_base_and_data_of_the_hub(tmp_path):
     """In YAML that the hub reads; the license is left to fill in."""
     def metadata(**training):
-        export(save(tmp_path, new_gpt("gpt2", n_layer=1), config=training), tmp_path / str(len(list(tmp_path.iterdir()))))
+        checkpoint = save(tmp_path, new_gpt("gpt2", n_layer=1), config=training)
+        export(checkpoint, tmp_path / str(len(list(tmp_path.iterdir()))))
         card = max(tmp_path.glob("*/README.md"), key=lambda path: path.stat().st_mtime_ns)
         data = ModelCard.load(card).data
         return data.license, data.base_model, data.datasets
 
-    chat = {"init_from": "gpt2-medium", "data": "HuggingFaceTB/smoltalk/all:2,mine/chats.jsonl,a.jsonl"}
-    assert metadata(**chat) == ("other", ["openai-community/gpt2-medium"], ["HuggingFaceTB/smoltalk"])
+    chat = {"init_from": "auto:gpt2-medium",
+            "data": "HuggingFaceTB/smoltalk/all:2,x/y-2.5,mine/chats.jsonl,a.jsonl,/home/me/chats,http://x/y,o'w/n\"a"}
+    assert metadata(**chat) == ("other", ["openai-community/gpt2-medium"], ["HuggingFaceTB/smoltalk", "x/y-2.5"])
+    assert metadata(data=None, init_from=3) == ("other", [], [])
     (tmp_path / "meta.json").write_text('{"source": {"dataset": "HuggingFaceFW/fineweb-edu"}}')
     base = {"init_from": "scratch", "data_dir": str(tmp_path)}
     assert metadata(**base) == ("other", [], ["HuggingFaceFW/fineweb-edu"])
     assert metadata() == metadata(init_from="out/ckpt.pt", data="my.jsonl", data_dir="not/here") == ("other", [], [])
 
 
+def test_an_older_latent_models_norms_keep_their_eps(tmp_path):
+    """Its checkpoint has none, and its blocks had 1e-5; exported and loaded again, too."""
+    gpt = new_gpt("llama_mla", norm_eps=1e-5)
+    assert new_gpt("llama_mla").config.norm_eps == 1e-6
+    checkpoint = torch.load(save(tmp_path, gpt), weights_only=True)
+    del checkpoint["model_args"]["norm_eps"]
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    export(tmp_path / "ckpt.pt", tmp_path / "hf")
+    for path in tmp_path / "ckpt.pt", tmp_path / "hf":
+        model, _ = load_model(path, "cpu")
+        assert model.config == gpt.config and model.transformer.ln_f.eps == 1e-5
+        torch.testing.assert_close(model(tokens()), gpt.eval()(tokens()))
+
+
 @pytest.mark.parametrize("fields, tokenizer, words", [
     ({}, "bytes", "does not know the tokenizer"),
     ({"arch": "llama", "attention": "mla"}, "gpt2", "without q_lora_rank"),
+    ({"arch": "llama", "attention": "mla", "q_lora_rank": 8, "norm_eps": 1e-5}, "gpt2", "gives all norms one eps"),
     ({"intermediate_size": 32}, "gpt2", "not 4 n_embd wide"), ({"gelu": "exact"}, "gpt2", "in place of the exact one"),
     ({}, "gpt2", ""), ({"attention": "mla"}, "gpt2", ""), ({"arch": "llama", "intermediate_size": 32}, "gpt2", ""),
     ({"arch": "llama", "attention": "mla", "q_lora_rank": 8}, "gpt2", "")])
@@ -134,7 +152,8 @@ def test_the_card_says_what_llama_cpp_does_wrong(fields, tokenizer, words):
     config = GPTConfig(**{"n_layer": 1, "n_head": 2, "n_embd": 16, **fields})
     fault = export_hf.llama_cpp_fault(config, tokenizer)
     assert words in fault and bool(words) == bool(fault)
-    card = export_hf.model_card("name", {"stage": "base", "tokenizer": tokenizer, "config": {}}, config, new_hf_model())
+    loaded = {"stage": "base", "tokenizer": tokenizer, "config": {}}
+    card = export_hf.model_card("name", loaded, config, new_hf_model())
     assert (f"**Not for llama.cpp**: {fault}." in card) == bool(fault) != ("llama.cpp's `convert" in card)
 
 

@@ -1,4 +1,4 @@
-"""What the documentation tells people to type: each command's flags exist and are accepted, each link leads somewhere."""
+"""What the documentation has people type: flags that exist, values that are accepted, links that lead somewhere."""
 import ast
 import json
 import os
@@ -79,6 +79,7 @@ def test_speedrun_runs_and_resumes(tmp_path):
             (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, tmp_path / path.relative_to(ROOT))
     (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/ready").touch()
     (tmp_path / ".venv/bin/activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
     mmlu = {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}
     (tmp_path / "mmlu").mkdir()
@@ -86,9 +87,11 @@ def test_speedrun_runs_and_resumes(tmp_path):
     small = "--compile=False --eval_iters=1 --sample_tokens=0 --batch_size=8 --gradient_accumulation_steps=1"
     env = {**os.environ, "GPUS": "1", "TOKENS": "1310720",
            "PREPARE": "--dataset=python --val_tokens=50000",
-           "TRAIN": f"{small} --data_dir=data/python --n_layer=1 --n_head=2 --n_embd=16 --max_seq_len=64",
-           "CHAT": f"{small} --data=data/python/chat.jsonl --max_iters=3",
+           "TRAIN": f"{small} --n_layer=1 --n_head=2 --n_embd=16 --max_seq_len=64",
+           "CHAT": f"{small} --data=data/speedrun-1310720/chat.jsonl --max_iters=3",
            "EVALUATE": "--tasks=mmlu --task_dir=."}
+    refused = subprocess.run(["sh", "speedrun.sh"], cwd=tmp_path, env={**env, "TOKENS": "2e9"}, capture_output=True)
+    assert refused.returncode == 2 and b"error: TOKENS=2e9: expected an integer" in refused.stderr
     for start in range(2):
         done = subprocess.run(["sh", "speedrun.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
         output = done.stdout + done.stderr

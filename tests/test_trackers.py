@@ -3,7 +3,7 @@ import json
 import sys
 from types import SimpleNamespace
 
-from conftest import TINY, patched, run
+from conftest import ROOT, TINY, patched, run
 from extras.trackers import guarded
 
 FAKES = """
@@ -37,13 +37,13 @@ def grouped(line):
     return {key.replace("train_", "train/").replace("val_", "val/"): value for key, value in line.items()}
 
 
-def test_both_get_every_line_of_the_log(shards, tmp_path, monkeypatch):
+def test_both_get_every_line_of_the_log(shards, tmp_path):
     """And a resumed run continues its own."""
-    monkeypatch.setenv("WANDB_NAME", "given")
     flags = TINY + [f"--data_dir={shards}", f"--out_dir={tmp_path}/name"]
     start = [patched(tmp_path, "train_gpt2.py", FAKES), *flags]
-    run(*start, "--max_iters=2", "--wandb_log=True", "--tensorboard=True", "--wandb_project=project")
-    run(*start, "--max_iters=3", "--init_from=resume")
+    run(*start, "--max_iters=2", "--wandb_log=True", "--tensorboard=True", "--wandb_project=project",
+        env={"WANDB_NAME": "given", "PYTHONPATH": str(ROOT)})
+    run(*start, "--max_iters=3", "--init_from=resume", env={"WANDB_NAME": "another", "PYTHONPATH": str(ROOT)})
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
     tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))
