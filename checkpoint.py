@@ -61,7 +61,8 @@ def load_checkpoint(path, merge=True):
                 checkpoint = convert_nanogpt(checkpoint)
             for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
                 checkpoint[key]  # or it is a checkpoint of something else
-            checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))  # as it was
+            # older checkpoints have no norm_eps
+            checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
         except Exception as error:  # a damaged file raises whatever its bytes lead to
             problem = format_error(error)
             continue
