@@ -147,7 +147,7 @@ def test_conversations_from_pythons_documentation_can_be_trained_on():
     answers = {messages[0]["content"]: messages[1]["content"] for messages in conversations}
     assert answers["What does dedent(text) do?"].startswith("Remove any common leading whitespace")
     assert len(answers) == len(conversations)
-    assert not any("(self" in question or "(cls," in question or "(/" in question for question in answers)
+    assert not any("(self" in question or "(/" in question for question in answers)
 
 
 # ---------------------------------------------------------------------------------------------------
