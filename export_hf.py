@@ -293,10 +293,9 @@ def hub_sources(training):
             [name[1] for name in found if name and not Path(name[0]).exists()])
 
 
-def model_card(name, loaded, config, twin):
-    """README.md, as text."""
+def model_card(name, loaded, fault, twin):
+    """README.md, as text. fault: llama_cpp_fault's."""
     stage, (base, found) = loaded["stage"], hub_sources(loaded["config"])
-    fault = llama_cpp_fault(config, loaded["tokenizer"])
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -335,6 +334,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         fail(f"--out_dir={out_dir}: holds the base of {checkpoint}; give another folder")
     config, tokenizer, chat = model.config, get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
     eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
+    fault = llama_cpp_fault(config, tokenizer.name)
     transformers = import_transformers()
     print("comparing with transformers ...")
     with one_line_errors("", "was model.py changed? Then config_to_hf has to say how, or it cannot be exported"):
@@ -360,11 +360,10 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_seq_len,
             "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
             "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None}))
-        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, config, twin), encoding="utf-8")
+        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, fault, twin), encoding="utf-8")
         twin.save_pretrained(folder, max_shard_size=shard_size)
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # they are written for their owner alone
-    fault = llama_cpp_fault(config, tokenizer.name)
     print(f"{describe_model(checkpoint, loaded)}\n{out_dir}: {type(twin).__name__}, {dtype}, "
           f"{twin.num_parameters():,} parameters" + (f"; not for llama.cpp: {fault}" if fault else ""))
 

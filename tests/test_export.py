@@ -153,7 +153,7 @@ def test_the_card_says_what_llama_cpp_does_wrong(fields, tokenizer, words):
     fault = export_hf.llama_cpp_fault(config, tokenizer)
     assert words in fault and bool(words) == bool(fault)
     loaded = {"stage": "base", "tokenizer": tokenizer, "config": {}}
-    card = export_hf.model_card("name", loaded, config, new_hf_model())
+    card = export_hf.model_card("name", loaded, fault, new_hf_model())
     assert (f"**Not for llama.cpp**: {fault}." in card) == bool(fault) != ("llama.cpp's `convert" in card)
 
 
