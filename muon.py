@@ -24,14 +24,25 @@ def newton_schulz(matrices):
     return X.mT if tall else X
 
 
+def normalize_rows(update, mean_square, beta2=0.95):
+    """
+    NorMuon (Li et al. 2025): divides each row of `update` (rows, cols), the weights of one neuron, by the root of its
+    mean square, averaged over the steps in mean_square (rows, 1), and keeps the norm of the whole.
+    """
+    mean_square.lerp_(update.square().mean(1, keepdim=True), 1 - beta2)
+    scaled = update * mean_square.clamp(min=1e-10).rsqrt()
+    return scaled * (update.norm() / scaled.norm().clamp(min=1e-10))
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
-    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, for one
-    group, the first, and torch's AdamW for the others, as one optimizer. adamw: AdamW's settings.
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, with
+    NorMuon's step size for each row, for one group, the first, and torch's AdamW for the others, as one optimizer.
+    adamw: AdamW's settings.
 
-    Under DDP each matrix has an owner, the rank that updates and broadcasts it. Momentum buffers stay on the owner
-    until state_dict, a collective call, gathers them. Under FSDP every rank gathers and orthogonalizes every matrix,
-    and keeps its shard: sharing them out would send more than it saves.
+    Under DDP each matrix has an owner, the rank that updates and broadcasts it. Its state stays on the owner until
+    state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix, and keeps
+    its shard: sharing them out would send more than it saves.
     """
 
     def __init__(self, groups, adamw):
@@ -69,11 +80,10 @@ class MuonAdamW(torch.optim.Optimizer):
         for batch in self.batches:
             updates = []
             for p in batch:
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - beta)
+                momentum = self.matrix_state(p)["momentum_buffer"].lerp_(p.grad, 1 - beta)
                 updates.append(runtime.gather(p.grad.lerp(momentum, beta)))  # Nesterov's
             for p, update in zip(batch, self.orthogonalize(torch.stack(updates))):
+                update = normalize_rows(update.float(), self.state[p]["row_mean_square"])
                 if self.sharded:
                     update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
                 p.mul_(1 - lr * group["weight_decay"])
@@ -81,7 +91,14 @@ class MuonAdamW(torch.optim.Optimizer):
         for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()
 
+    def matrix_state(self, p):
+        if "row_mean_square" not in self.state[p]:
+            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # a checkpoint of Muon has one
+            self.state[p]["row_mean_square"] = torch.zeros(p.size(0), 1, device=p.device)
+        return self.state[p]
+
     def state_dict(self):
         for p, rank in self.owner.items():
-            dist.broadcast(self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)), rank)
+            for tensor in self.matrix_state(p).values():
+                dist.broadcast(tensor, rank)
         return super().state_dict()

@@ -211,6 +211,7 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, co
                                {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}],
                               lr=1e-3, betas=(0.9, 0.95), fused=False)
     momentum = {name: torch.zeros_like(p) for name, p in hidden.items()}
+    mean_square = dict.fromkeys(hidden, 0.0)  # of each row, NorMuon's
     for step in range(3):
         for p, q in zip(gpt.parameters(), twin.parameters()):
             p.grad, q.grad = (g := torch.randn_like(p)), g.clone()
@@ -222,6 +223,10 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, co
             for name, p in hidden.items():
                 momentum[name] = mu * momentum[name] + (1 - mu) * p.grad
                 update = orthogonalized(mu * momentum[name] + (1 - mu) * p.grad)  # Nesterov
+                norm = update.norm()
+                mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
+                update = update / mean_square[name].sqrt()[:, None]
+                update *= norm / update.norm()
                 p -= 0.02 * (0.1 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
     for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
         if name in hidden:  # of three updates, each with entries of about 0.02 / sqrt(16)
