@@ -93,7 +93,7 @@ NO_CHOICE = {
 def attend(q, k, v, mask, dropout):
     """
     Softmax attention. q (B, T, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) -> (B, T, nh * vd).
-    mask: (B, 1, T, S) bool, True where a query may look; None: causal, and S = T.
+    mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
     if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there
@@ -114,7 +114,7 @@ def attend(q, k, v, mask, dropout):
 def block_attention(q, k, v, mask):
     """
     Attention of 128 queries at a time with the keys up to theirs, written out for a compiler.
-    q, k, v (B, nh, T, .); mask: as in attend, and never True for a later key -> (B, nh, T, vd).
+    q, k, v (B, nh, T, .); mask: as in attend -> (B, nh, T, vd).
     """
     if mask is None:
         mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).tril()
@@ -450,7 +450,8 @@ class GPT(nn.Module):
         """
         idx (B, T) int64 -> (B, T, C), which lm_head turns into logits.
         positions: (B, T) int64; None: 0 .. T - 1.
-        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3); None: causal.
+        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3), never at a later one, which
+        block_attention skips; None: causal.
         cache: from new_cache; keys and values are written there at `positions`, and each query sees what the cache
         holds at or before its own position. Needs positions and no mask.
         """
