@@ -101,7 +101,8 @@ def attend(q, k, v, mask, dropout):
         return decode_attention(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
     # a CPU's SDPA takes small blocks below 768 positions, and half the speed
     blocks = torch.compiler.is_compiling() and q.device.type == "cpu" and q.size(2) == k.size(2) < 768 and not dropout
-    if (blocks or mask is not None) and q.size(1) != k.size(1):  # no fast CUDA kernel takes grouped queries and a mask
+    # no fast CUDA kernel takes grouped queries with a mask or in float32
+    if q.size(1) != k.size(1) and (blocks or mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if blocks:
         y = block_attention(q, k, v, mask)
@@ -130,8 +131,7 @@ def block_attention(q, k, v, mask):
 def decode_attention(q, k, v, mask, scale):
     """
     Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) -> (B, nkv, G, vd).
-    G queries share each key: nh / nkv heads at one position, or all heads at several.
-    mask: bool, broadcast to (B, nkv, G, S).
+    G = nh / nkv heads share each key. mask: (B, 1, 1, S) bool.
     """
     # compiled for a CPU, multiply-and-sum becomes one loop that reads k and v where they lie; else matmuls are faster
     fuse = torch.compiler.is_compiling() and q.device.type == "cpu"
@@ -213,10 +213,11 @@ class MLA(nn.Module):
     biases: one on the keys would add the same number to all scores of a query, which softmax ignores, and one on the
     values would add a constant to the output, which has a bias.
 
-    Training expands k and v and is ordinary attention. Decoding caches c and the rotated key alone and *absorbs* the
-    up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is mapped into latent space once and meets the
-    cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s), sums latents first and is projected
-    up once. What remains is attention with one key, [c, k_pe], for all heads, whose value is c itself.
+    Training expands k and v and is ordinary attention. The cache holds c and the rotated key alone. A prompt is
+    expanded from it, too; decoding *absorbs* the up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query
+    is mapped into latent space once and meets the cached c directly; and the output, sum_s p_s (W_v c_s) =
+    W_v (sum_s p_s c_s), sums latents first and is projected up once. What remains is attention with one key,
+    [c, k_pe], for all heads, whose value is c itself.
     """
 
     def __init__(self, config):
@@ -249,7 +250,10 @@ class MLA(nn.Module):
             q_pe, k_pe = (apply_rotary_emb(interleaved_to_half(pe.float()), rope).type_as(q) for pe in (q_pe, k_pe))
         if cache is not None:
             keys, = write_cache(cache, positions, torch.cat((latent[:, :, None], k_pe), dim=-1))
-            return self.o_proj(self.forward_absorbed(q_nope, q_pe, keys.type_as(q), mask))
+            keys = keys.type_as(q)  # (B, S, 1, rank + rope)
+            if x.size(1) == 1:
+                return self.o_proj(self.forward_absorbed(q_nope, q_pe, keys, mask))
+            latent, k_pe = keys[:, :, 0, :c.kv_lora_rank], keys[..., c.kv_lora_rank:]
         kv = self.kv_b_proj(latent).unflatten(-1, (c.n_head, -1))
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         q = torch.cat((q_nope, q_pe), dim=-1)
@@ -257,18 +261,18 @@ class MLA(nn.Module):
         return self.o_proj(attend(q, k, v, mask, c.dropout if self.training else 0.0))
 
     def forward_absorbed(self, q_nope, q_pe, keys, mask):
-        """Attention over cached keys (B, S, 1, rank + rope), without any head's own key or value -> (B, T, nh * v)."""
+        """Attention of one position over cached keys (B, S, 1, rank + rope), not expanded -> (B, 1, nh * v)."""
         c = self.config
         up = self.kv_b_proj  # with an adapter (extras/lora.py) the weight is the merged one
         up = up.merged_weight() if hasattr(up, "merged_weight") else up.weight
         up = up.unflatten(0, (c.n_head, -1)).to(q_nope.dtype)
         up_k, up_v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
-        q = torch.cat((q_latent, q_pe), dim=-1).flatten(1, 2)[:, None]  # (B, 1, T * nh, rank + rope): heads as queries
-        keys, mask = keys.transpose(1, 2), mask.repeat_interleave(c.n_head, 2)  # (B, 1, S, .), (B, 1, T * nh, S)
+        q = torch.cat((q_latent, q_pe), dim=-1)  # (B, 1, nh, rank + rope): heads as queries
+        keys = keys.transpose(1, 2)  # (B, 1, S, rank + rope)
         scale = 1 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
-        y = decode_attention(q, keys, keys[..., :c.kv_lora_rank], mask, scale)  # (B, 1, T * nh, rank)
-        return torch.einsum("bthr,hdr->bthd", y.squeeze(1).unflatten(1, (-1, c.n_head)), up_v).flatten(2)
+        y = decode_attention(q, keys, keys[..., :c.kv_lora_rank], mask, scale)  # (B, 1, nh, rank)
+        return torch.einsum("bthr,hdr->bthd", y, up_v).flatten(2)
 
 
 def interleaved_to_half(x):

@@ -121,19 +121,23 @@ def test_no_position_sees_the_future(variant):
         assert not torch.equal(before[:, t:], after[:, t:])
 
 
+def packed(lengths):
+    """positions (1, T) and mask (1, 1, T, T) of texts of these lengths in one row."""
+    text = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (text[:, None] == text) & torch.ones(len(text), len(text), dtype=torch.bool).tril()
+    return {"positions": torch.cat([torch.arange(n) for n in lengths])[None], "mask": mask[None, None]}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_equals_unpacked(variant):
     """Three texts in one row, each with its own attention and positions: the logits and loss of each one alone."""
     gpt = new_gpt(variant).eval()
     idx, targets = tokens(1, seed=1), tokens(1, seed=2)
     lengths = [20, 1, 27]
-    text = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    mask = ((text[:, None] == text[None, :]) & torch.ones(48, 48, dtype=torch.bool).tril())[None, None]
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
     alone = torch.cat([gpt(part) for part in idx.split(lengths, dim=1)], dim=1)
-    assert (gpt(idx, positions=positions, mask=mask) - alone).abs().max() < 1e-5 * alone.abs().max()
+    assert (gpt(idx, **packed(lengths)) - alone).abs().max() < 1e-5 * alone.abs().max()
     losses = sum(gpt(x, y) for x, y in zip(idx.split(lengths, dim=1), targets.split(lengths, dim=1)))
-    assert gpt(idx, targets, positions=positions, mask=mask).item() == pytest.approx(losses.item(), rel=1e-5)
+    assert gpt(idx, targets, **packed(lengths)).item() == pytest.approx(losses.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -143,8 +147,7 @@ def test_attention_in_blocks_is_attention(masked, heads, kv_heads, width, value_
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 300, heads, width), (2, 300, kv_heads, width), (2, 300, kv_heads, value_width)]
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    text = torch.tensor([140, 3, 157]).repeat_interleave(torch.tensor([140, 3, 157]))
-    mask = ((text[:, None] == text) & torch.ones(300, 300, dtype=torch.bool).tril()).expand(2, 1, 300, 300)
+    mask = packed([140, 3, 157])["mask"].expand(2, 1, 300, 300)
     results = []
     for function in (model_module.attend, torch.compile(model_module.attend, backend="eager", fullgraph=True)):
         y = function(*inputs, mask if masked else None, 0.0)
