@@ -230,6 +230,11 @@ def wrap_model(orig_model, device, dtype, options, config):
         return [load_extra("fsdp", config, "fsdp").apply_fsdp(orig_model, device, dtype, options)] * 2
     orig_model.to(device)
     compiled = torch.compile(orig_model, **options) if options else orig_model
+    if options and options["mode"] in ("reduce-overhead", "max-autotune"):
+        # CUDA graphs overwrite a gradient when they run again; micro-batches add theirs to a copy
+        for p in orig_model.parameters():
+            if p.requires_grad:
+                p.register_hook(torch.clone)
     if not dist.is_initialized():
         return compiled, compiled
     ddp = DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
