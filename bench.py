@@ -50,7 +50,8 @@ chat_iters: Annotated[int, 2, math.inf] = 100  # chat: steps a round; the first 
 ranks: Positive = 1  # chat: processes, which share the machine
 chat_args: str = "--max_seq_len=512"  # chat: flags of chat_sft.py; the model has the size of train_args
 context: Positive = 1024  # decode: tokens in the cache before the timed ones
-new_tokens: Positive = 64  # decode: tokens a round
+decode_rows: Positive = 1  # decode: texts at a time
+new_tokens: Positive = 64  # decode: tokens a round, of each text
 profile: bool = False  # instead of tables: a trace of 3 steps of train_gpt2.py, trace.json
 configure(globals())
 
@@ -64,6 +65,10 @@ with one_line_errors(f"--variants={variants}", f"expected some of {', '.join(VAR
     variants = {name: VARIANTS[name] for name in variants.split(",")}
 if nanogpt and not Path(nanogpt, "train.py").is_file():
     fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
+temp_dir = tempfile.TemporaryDirectory()
+folder = temp_dir.name
+# the first round compiles anew. Set before this process compiles, which settles the folder, for its children too
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
 _, _, device = runtime.init_process(device)
 dtype = runtime.pick_dtype(dtype, device)
 on_gpu = device.type == "cuda"
@@ -71,10 +76,6 @@ if compile and (error := runtime.compile_error(device, "inductor")):
     fail(f"--compile=True: torch.compile cannot work here ({error}); give --compile=False")
 if not train_args and not on_gpu:
     train_args = "--n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256"
-
-temp_dir = tempfile.TemporaryDirectory()
-folder = temp_dir.name
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # the first round compiles anew
 modes = [False, True] if compile else [False]
 common = f"""--max_iters={train_iters + 1} --device={device} --dtype={dtype} --compile={compile} --eval_iters=1
     --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1 --warmup_iters=0 --overwrite=True
@@ -210,19 +211,19 @@ def time_decoding(config, compiled):
     model = GPT(config).to(device).eval()
     with runtime.autocast(device, dtype):
         if compiled:
-            model = compile_step(model, 1)
-        tokens = generate(model, [[198] * context], new_tokens + 1, top_k=200)
+            model = compile_step(model, decode_rows)
+        tokens = generate(model, [[198] * context] * decode_rows, new_tokens + 1, top_k=200)
         next(tokens)  # reads the prompt
-        return time_tokens(lambda: len(list(tokens)))
+        return time_tokens(lambda: decode_rows * len(list(tokens)))
 
 
 def time_nanogpt_decoding():
     module = runpy.run_path(f"{nanogpt}/model.py")
     model = module["GPT"](module["GPTConfig"](block_size=context + new_tokens, bias=False)).to(device)
-    prompt = torch.full((1, context), 198, device=device)
+    prompt = torch.full((decode_rows, context), 198, device=device)
     with runtime.autocast(device, dtype if on_gpu else "float32"):  # as in its sample.py
         # 8 tokens, which take long enough without a cache
-        return time_tokens(lambda: len(model.generate(prompt, 8, top_k=200)[0].tolist()) - context)
+        return time_tokens(lambda: len(model.generate(prompt, 8, top_k=200)[:, context:].flatten().tolist()))
 
 
 def bench_decode():
@@ -230,7 +231,8 @@ def bench_decode():
     for name, config in variants.items():
         for mode in modes:
             rows[f"{name} --compile={mode}"] = partial(time_decoding, config, mode)
-    compare(f"decoding: GPT-2 124M's size, one row, {context} tokens of context, temperature 1, top_k 200", rows)
+    compare(f"decoding: GPT-2 124M's size, {decode_rows} x {context} tokens of context, temperature 1, top_k 200",
+            rows)
 
 
 # -----------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import runtime
 from conftest import refused, run
 
 TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--train_iters=2", "--chat_iters=2", "--context=16",
-        "--new_tokens=3", "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2",
-        "--chat_args=--max_seq_len=64 --batch_size=1"]
+        "--new_tokens=3", "--decode_rows=2", "--chat_args=--max_seq_len=64 --batch_size=1",
+        "--train_args=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2"]
 
 # nanoGPT's step takes 0.1 s, the first one 5 s; of decoding it has only the signature
 NANOGPT = """
@@ -63,7 +63,7 @@ def test_bench_prints_its_tables(tmp_path):
     assert number(chat["--compile=False"]["train_loss"]) > 0
     assert 0 < number(chat["--compile=False"]["useful"]) <= 1
     assert {row: metrics["n_tokens"] for row, metrics in decode.items()} == {
-        "nanoGPT": "8.000", "gpt2 --compile=False": "3.000", "gpt2+mla --compile=False": "3.000"}
+        "nanoGPT": "16.000", "gpt2 --compile=False": "6.000", "gpt2+mla --compile=False": "6.000"}
 
 
 def test_compiled_chat_tuning_is_compared_with_uncompiled(tmp_path):
