@@ -121,12 +121,16 @@ def run_forked(script, args, cwd, env, outputs):
     os._exit(code)
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
 def run_ranks(args, ranks, cwd):
     """A fork per rank; one that fails ends the others. Returns what they printed and the first exit code but 0."""
     env = [{}]
     if ranks > 1:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
+        port = free_port()
         env = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port} for rank in range(ranks)]
     with ExitStack() as stack:

@@ -7,6 +7,8 @@ import torch
 from configurator import extra_settings
 from conftest import TINY, chats, check_same_run, fail_writes, load, patched, read_log, refused, run
 from test_chat import SFT
+from test_cuda import COMPILED, check_losses_of_a_cpu, needs_gpu
+from test_train import LLAMA
 
 ARGS = [*TINY, "--sample_tokens=0"]
 SPAM = [["--optimizer=adamw_spam", "--spam_interval=10"]] if extra_settings("spam") else []
@@ -103,3 +105,11 @@ def test_a_sharded_teacher_is_the_teacher(shards, trained, tmp_path):
         assert all(sharded[key] == pytest.approx(value, abs=1e-4) for key, value in whole.items())
     assert "--shard_teacher=True" in run("train_gpt2.py", *args, "--shard_teacher=True", f"--out_dir={tmp_path}/one",
                                          code=2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("model, flags, tolerance", [
+    ([], [], 2e-3), ([*LLAMA, "--optimizer=muon"], ["--dtype=bfloat16"], 3e-2)], ids=["gpt2", "muon_bfloat16"])
+def test_a_rank_on_a_gpu_has_the_losses_of_a_cpu(shards, tmp_path, model, flags, tolerance):
+    check_losses_of_a_cpu("train_gpt2.py", [*TINY, *model, f"--data_dir={shards}"],
+                          [*COMPILED, "--fsdp=True", *flags], tolerance, tmp_path, nccl=True)

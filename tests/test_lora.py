@@ -12,13 +12,14 @@ from torch.func import functional_call
 from chat_data import build_datasets, packed_mask_and_positions
 from checkpoint import get_state, has_checkpoint, load_checkpoint, load_model, load_state, write_checkpoint
 from configurator import load_extra
-from conftest import check_compiled, load, read_log, refused, run, same
+from conftest import chats, check_compiled, load, read_log, refused, run, same
 from extras import lora
 from model import GPT, GPTConfig, IGNORE
 from optim import configure_optimizer
 from sample import generate
 from test_chat import SFT, check_resumed
 from test_chat_data import BYTES, jsonl, turns
+from test_cuda import COMPILED, check_losses_of_a_cpu, needs_gpu
 from test_model import new_gpt, tokens
 from test_optim import optimizer_config
 
@@ -321,3 +322,9 @@ def test_mistakes_are_refused_in_one_line(folder, tuned):
     output = run("chat_sft.py", *args(folder, "full", "--lora_rank=0", "--lora_alpha=8", "--max_iters=0",
                                       "--warmup_iters=0"))
     assert "lora_alpha=8.0 has no effect" in output
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_has_the_losses_of_a_cpu(trained, tmp_path):
+    args = [*SFT, "--lora_rank=4", f"--init_from={trained}", f"--data={chats(tmp_path / 'chats.jsonl')}"]
+    check_losses_of_a_cpu("chat_sft.py", args, [*COMPILED, "--dtype=bfloat16"], 2e-2, tmp_path)

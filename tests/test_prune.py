@@ -9,6 +9,7 @@ from extras import prune
 from model import GPT, GPTConfig
 from optim import configure_optimizer
 from test_chat import SFT, check_resumed
+from test_cuda import COMPILED, check_losses_of_a_cpu, needs_gpu
 from test_optim import optimizer_config, small_gpt
 
 ARGS = [*TINY, "--sample_tokens=0", "--eval_interval=20"]
@@ -216,6 +217,11 @@ def test_chat_tuning_interrupted_twice_equals_uninterrupted(trained, tmp_path):
     data = chats(tmp_path / "chats.jsonl")
     check_resumed("chat_sft.py", [*SFT, *RAMP, f"--init_from={trained}", f"--data={data}"], tmp_path)
     assert load(tmp_path / "whole")["masks"]
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_has_the_losses_of_a_cpu(shards, tmp_path):
+    check_losses_of_a_cpu("train_gpt2.py", [*TINY, *RAMP, f"--data_dir={shards}"], COMPILED, 2e-3, tmp_path)
 
 
 def test_a_ramp_that_the_run_does_not_reach_the_end_of_is_named(shards, tmp_path):

@@ -6,6 +6,7 @@ from conftest import TINY, chats, poisoned, read_log, refused, run
 from extras import spam
 from optim import configure_optimizer, set_lr
 from test_chat import SFT, check_resumed
+from test_cuda import COMPILED, check_losses_of_a_cpu, needs_gpu
 from test_optim import optimizer_config, small_gpt
 
 
@@ -150,6 +151,11 @@ def test_pretraining_interrupted_twice_equals_uninterrupted(shards, tmp_path):
 def test_chat_tuning_interrupted_twice_equals_uninterrupted(trained, tmp_path):
     data = chats(tmp_path / "chats.jsonl")
     check_resumed("chat_sft.py", [*SFT, *RESETS, f"--init_from={trained}", f"--data={data}"], tmp_path)
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_has_the_losses_of_a_cpu(shards, tmp_path):
+    check_losses_of_a_cpu("train_gpt2.py", [*TINY, *RESETS, f"--data_dir={shards}"], COMPILED, 2e-3, tmp_path)
 
 
 def test_an_interval_of_no_steps_is_refused(shards, tmp_path):
