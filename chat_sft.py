@@ -4,7 +4,7 @@ Turns a base model into a chat model: supervised fine-tuning on conversations.
     python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # lines of {"messages": [{"role", "content"}]}
     torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3
     python chat_sft.py --print_batch=True                             # what is trained on, token by token
-    python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (bit-exact)
+    python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (on a CPU bit-exact)
 
 Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default as many whole conversations
 as fit are packed into a row, with attention inside each only, and the rest of the row is padding; with --pack=False

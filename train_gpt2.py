@@ -3,7 +3,7 @@ Pretrains a GPT on token shards. The defaults are GPT-2 124M on FineWeb-Edu.
 
     python train_gpt2.py config/quickstart.py                        # minutes, on a laptop
     torchrun --nproc_per_node=8 train_gpt2.py --compile=True         # eight GPUs, the same model as one
-    python train_gpt2.py --init_from=resume --out_dir=out            # resume (bit-exact)
+    python train_gpt2.py --init_from=resume --out_dir=out            # resume (on a CPU bit-exact)
 
 In the order it runs: settings, setup, data, model, optimizer; then evaluate, forward, backward, step, log.
 """
