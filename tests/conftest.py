@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +100,9 @@ forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "m
 def run_forked(script, args, cwd, env, outputs):
     """In the fork: what python SCRIPT ARGS does, its two streams into the files `outputs`."""
     os.environ.update(env)
+    with suppress(ImportError):  # a picture takes longer than the 20 steps it is of: test_plot.py has them drawn
+        from matplotlib.figure import Figure
+        Figure.savefig = lambda *_: None
     for stream, path in zip((1, 2), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2))
@@ -152,9 +155,12 @@ def run_ranks(args, ranks, cwd):
 
 
 def run(script, *args, ranks=1, code=0, env=None, cwd=None):
-    """Runs a script as a user would start it, with several ranks as torchrun would. Returns both its streams."""
+    """
+    Runs a script as a user would start it, with several ranks as torchrun would. Returns both its streams.
+    env: changes of the environment; with it, also an empty one, the script gets a process of its own.
+    """
     args = [str(ROOT / script), *map(str, args)]
-    if env or script == "prepare_data.py":
+    if env is not None or script == "prepare_data.py":
         done = subprocess.run([sys.executable, *args], capture_output=True, text=True, errors="replace", cwd=cwd,
                               env={**os.environ, **(env or {})}, timeout=600)
         output, returned = done.stdout + done.stderr, done.returncode

@@ -19,12 +19,12 @@ def test_the_log_is_read_without_what_was_done_again(tmp_path):
 
 def test_a_damaged_log_is_drawn_and_a_resumed_run_appends_to_it(shards, tmp_path):
     args = [*TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--sample_tokens=0"]
-    run("train_gpt2.py", *args, "--max_iters=4")
+    run("train_gpt2.py", *args, "--max_iters=4", env={})
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
     with open(tmp_path / "log.jsonl", "ab") as f:
         f.write(b'null\n5\n{"tokens": "x"}\n{"event": ["x"], "tokens": 3}\n\xff\x00\n{"iter": 20, "tok')
     (tmp_path / "loss.png").unlink()
-    run("train_gpt2.py", *args, "--init_from=resume", "--max_iters=6")
+    run("train_gpt2.py", *args, "--init_from=resume", "--max_iters=6", env={})
     assert [tokens for tokens, _ in curve(tmp_path / "log.jsonl", "train_loss")] == [256 * i for i in range(1, 7)]
     assert [tokens for tokens, _ in curve(tmp_path / "log.jsonl", "val_loss")] == [0, 1024, 1536]
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"
