@@ -73,14 +73,15 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
     logits = logits[:, :n_vocab]
     if temperature < 1e-20:  # greedy; a division by less may overflow
         return logits.argmax(-1)
-    logits, ids = logits / temperature, torch.arange(logits.size(-1), device=logits.device).expand_as(logits)
+    logits, ids = logits / temperature, None
     if top_k or top_p < 1:
         logits, ids = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # the likeliest first
     probs = logits.softmax(-1)
     if top_p < 1:
         probs = probs.masked_fill(probs.cumsum(-1) - probs > top_p, 0.0)  # the likelier ids make up top_p without it
     probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
-    return ids.gather(1, torch.multinomial(probs, 1)).squeeze(1)  # multinomial normalises
+    drawn = torch.multinomial(probs, 1)  # multinomial normalises
+    return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)
 
 
 @torch.no_grad()

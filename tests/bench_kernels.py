@@ -68,9 +68,8 @@ def attention():
     mask = (text[:, None, :, None] == text[:, None, None, :]) & causal
     block_mask = torch.compile(create_block_mask)(
         lambda b, h, q, k: (text[b, q] == text[b, k]) & (q >= k), B, None, T, T, device=DEVICE)
-    starts = torch.cat((torch.zeros(1, device=DEVICE),  # each row begins a text, too
-                        1 + (cuts | (torch.arange(T, device=DEVICE) == 0)).flatten()[1:].nonzero().flatten(),
-                        torch.full((1,), B * T, device=DEVICE))).int()
+    cuts[:, 0] = True  # each row begins a text, too
+    starts = F.pad(cuts.flatten().nonzero().flatten(), (0, 1), value=B * T).int()
     longest = int(starts.diff().max())
 
     def variable_lengths(q, k, v):

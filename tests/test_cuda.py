@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import runtime
-from conftest import TINY, chats, check_same_run, free_port, load, read_log, run, same
+from conftest import TINY, chats, check_compiled, check_same_run, free_port, load, read_log, run, same
 from sample import compile_step
 from test_chat import SFT
 from test_generate import PROMPTS, check_a_compiled_row_in_bfloat16, greedy, new_lively_gpt
@@ -19,7 +19,7 @@ GPU = "cuda"
 
 
 def run_on_gpu(script, *args, nccl=False):
-    """nccl: under torch.distributed, as its only rank. In a process of its own: CUDA does not survive a fork."""
+    """nccl: under torch.distributed, as its only rank. env: in a process of its own, not in a fork."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return run(script, *args, f"--device={GPU}", env=env if nccl else {})
 
@@ -106,12 +106,8 @@ def check_losses_of_a_cpu(script, args, flags, tolerance, tmp_path, nccl=False):
     run(script, *args, f"--out_dir={tmp_path}/cpu")
     output = run_on_gpu(script, *args, *flags, f"--out_dir={tmp_path}/gpu", nccl=nccl)
     assert ("compiled in" in output) == ("--compile=True" in flags) and "recompiled" not in output
-    expected, found = (read_log(tmp_path / name, "train_loss", "val_loss") for name in ("cpu", "gpu"))
-    assert found.keys() == expected.keys()
-    error = max(abs(found[key] / expected[key] - 1) for key in expected)
-    print(f"largest difference of a loss: {error:.1e}, at most {tolerance:.0e}")
-    assert error < tolerance
-    assert not any(read_log(tmp_path / "gpu", "recompiles", "skipped").values())
+    check_compiled(tmp_path, ("cpu", "gpu"), tolerance)
+    assert not any(read_log(tmp_path / "gpu", "skipped").values())
     assert not any(tensor.is_cuda for tensor in load(tmp_path / "gpu")["model"].values())
     run("sample.py", f"--checkpoint={tmp_path}/gpu/ckpt.pt", "--device=cpu", "--max_new_tokens=4", "--prompt=the cat")
 

@@ -250,7 +250,7 @@ def save(folder, gpt, tokenizer="bytes", stage="chat", **facts):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    return {stage: save(folder / stage, new_lively_gpt("llama", n_layer=1), stage=stage) for stage in ("base", "chat")}
+    return {stage: save(folder / stage, new_lively_gpt("llama"), stage=stage) for stage in ("base", "chat")}
 
 
 def sample(checkpoint, *args):

@@ -80,9 +80,7 @@ def test_speedrun_runs_and_resumes(tmp_path):
             shutil.copyfile(path, tmp_path / path.relative_to(ROOT))
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/ready").touch()
-    (tmp_path / ".venv/bin/activate").write_text(f"PATH=$PWD/.venv/bin:{Path(sys.executable).parent}:$PATH\n")
-    (tmp_path / ".venv/bin/torchrun").write_text('#!/bin/sh\nshift 2\nexec python "$@"\n')  # in half the time
-    (tmp_path / ".venv/bin/torchrun").chmod(0o755)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
     mmlu = {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}
     (tmp_path / "mmlu").mkdir()
     (tmp_path / "mmlu/test.jsonl").write_text(json.dumps(mmlu))
