@@ -24,14 +24,20 @@ def newton_schulz(matrices):
     return X.mT if tall else X
 
 
-def normalize_rows(update, mean_square, beta2=0.95):
+def normalize_rows(updates, mean_square, beta2=0.95):
     """
-    NorMuon (Li et al. 2025): divides each row of `update` (rows, cols), the weights of one neuron, by the root of its
-    mean square, averaged over the steps in mean_square (rows, 1), and keeps the norm of the whole.
+    NorMuon (Li et al. 2025): divides each row of `updates` (n, rows, cols), the weights of one neuron, by the root of
+    its mean square, averaged over the steps in mean_square (n, rows, 1), and keeps the norm of each whole. Returns
+    both.
     """
-    mean_square.lerp_(update.square().mean(1, keepdim=True), 1 - beta2)
-    scaled = update * mean_square.clamp(min=1e-10).rsqrt()
-    return scaled * (update.norm() / scaled.norm().clamp(min=1e-10))
+    mean_square = mean_square.lerp(updates.square().mean(2, keepdim=True), 1 - beta2)
+    scaled = updates * mean_square.clamp(min=1e-10).rsqrt()
+    norms, scaled_norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, scaled))
+    return scaled * (norms / scaled_norms.clamp(min=1e-10)), mean_square
+
+
+def muon_updates(matrices, mean_square):
+    return normalize_rows(newton_schulz(matrices).float(), mean_square)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -58,16 +64,17 @@ class MuonAdamW(torch.optim.Optimizer):
             mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
         # those of one shape are orthogonalized together; of sharded ones only one is whole at a time
         self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
-        self.orthogonalize = newton_schulz
+        self.updates = muon_updates
 
     @torch.no_grad()
     def compile(self, backend):
-        """Compiles Newton-Schulz for all shapes. Not all of step, which would recompile at each learning rate."""
+        """Compiles the updates of all shapes. Not all of step, which would recompile at each learning rate."""
         if self.sharded:
             return
-        self.orthogonalize = torch.compile(newton_schulz, dynamic=False, backend=backend)
+        self.updates = torch.compile(muon_updates, dynamic=False, backend=backend)
         for batch in self.batches:
-            self.orthogonalize(torch.stack(batch))
+            matrices = torch.stack(batch)
+            self.updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -78,12 +85,14 @@ class MuonAdamW(torch.optim.Optimizer):
         self.adamw.step()
         lr, beta = group["lr"], group["muon_momentum"]
         for batch in self.batches:
-            updates = []
-            for p in batch:
-                momentum = self.matrix_state(p)["momentum_buffer"].lerp_(p.grad, 1 - beta)
-                updates.append(runtime.gather(p.grad.lerp(momentum, beta)))  # Nesterov's
-            for p, update in zip(batch, self.orthogonalize(torch.stack(updates))):
-                update = normalize_rows(update.float(), self.state[p]["row_mean_square"])
+            states, directions = [self.matrix_state(p) for p in batch], []
+            for p, state in zip(batch, states):
+                momentum = state["momentum_buffer"].lerp_(p.grad, 1 - beta)
+                directions.append(runtime.gather(p.grad.lerp(momentum, beta)))  # Nesterov's
+            updates, mean_square = self.updates(
+                torch.stack(directions), torch.stack([state["row_mean_square"] for state in states]))
+            for p, state, update, mean in zip(batch, states, updates, mean_square):
+                state["row_mean_square"].copy_(mean)
                 if self.sharded:
                     update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
                 p.mul_(1 - lr * group["weight_decay"])
