@@ -71,7 +71,7 @@ beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.02  # muon: peak of the hidden matrices
 embedding_lr: NonNegativeFloat | None = None  # peaks of other groups; None: learning_rate
-head_lr: NonNegativeFloat | None = None  # llama
+head_lr: NonNegativeFloat | None = None  # llama: of the output matrix
 vector_lr: NonNegativeFloat | None = None  # norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
