@@ -79,8 +79,8 @@ def build_schedule(config, max_iters):
         fail("--wsd_decay_frac=0.0: expected a number above 0, to 1")
     before_decay = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)
     if warmup_iters > before_decay:
-        fail(f"--warmup_iters={warmup_iters}: expected at most {before_decay}, the steps before the decay ends (with wsd: "
-             f"begins); or change --max_iters, --lr_decay_iters or --wsd_decay_frac")
+        fail(f"--warmup_iters={warmup_iters}: expected at most the {before_decay} steps before the decay ends (with "
+             f"wsd: begins); or change --max_iters, --lr_decay_iters or --wsd_decay_frac")
     if schedule != "constant" and min_lr > learning_rate:
         fail(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")
 
