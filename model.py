@@ -129,7 +129,8 @@ class BlockAttention(torch.autograd.Function):
         y, probs = [], []
         for start in range(0, q.size(2), 128):
             end = start + 128
-            scores = (q[:, :, start:end] @ k[:, :, :end].mT).float() / math.sqrt(q.size(-1))
+            # scaled first: float16 ends at 65504
+            scores = (q[:, :, start:end] / math.sqrt(q.size(-1)) @ k[:, :, :end].mT).float()
             probs.append((scores + bias[..., start:end, :end]).softmax(-1).type_as(q))
             y.append(probs[-1] @ v[:, :, :end])
         ctx.save_for_backward(q, k, v, *probs)

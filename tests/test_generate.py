@@ -196,6 +196,11 @@ def test_filters_keep_what_those_of_transformers_keep(settings, warpers):
     assert (drawn - expected).abs().max() < 0.02
 
 
+def test_ids_that_make_up_top_p_exactly_are_enough():
+    drawn = sample_logits(torch.tensor([[0.5, 0.25, 0.25]]).log().expand(1000, -1), top_p=0.5)
+    assert (drawn == 0).all()
+
+
 @pytest.mark.parametrize("settings", [dict(temperature=1e-42), dict(temperature=1e300), dict(top_p=0),
                                       dict(top_p=1e-300), dict(min_p=1.0)])
 def test_extreme_settings_work(settings):
