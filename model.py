@@ -99,7 +99,7 @@ def attend(q, k, v, mask, dropout):
     if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)
         return decode_attention(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
-    # a CPU's SDPA takes small blocks below 768 positions, and half the speed
+    # below 768 positions a CPU's SDPA takes small blocks, and twice the time
     blocks = torch.compiler.is_compiling() and q.device.type == "cpu" and q.size(2) == k.size(2) < 768 and not dropout
     # no fast CUDA kernel takes grouped queries with a mask or in float32
     if q.size(1) != k.size(1) and (blocks or mask is not None or q.dtype == torch.float32):
@@ -144,8 +144,7 @@ class BlockAttention(torch.autograd.Function):
             end = p.size(-1)
             start, below = end - p.size(-2), (0, 0, 0, k.size(2) - end)
             dp = (dy[:, :, start:end] @ v[:, :, :end].mT).float()
-            dscores = p.float() * (dp - (p.float() * dp).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))
-            dscores = dscores.type_as(q)
+            dscores = (p.float() * (dp - (p.float() * dp).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))).type_as(q)
             dq.append(dscores @ k[:, :, :end])
             dk = dk + F.pad(dscores.mT @ q[:, :, start:end], below)
             dv = dv + F.pad(p.mT @ dy[:, :, start:end], below)

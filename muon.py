@@ -24,20 +24,17 @@ def newton_schulz(matrices):
     return X.mT if tall else X
 
 
-def normalize_rows(updates, mean_square, beta2=0.95):
+def muon_updates(matrices, mean_square, beta2=0.95):
     """
-    NorMuon (Li et al. 2025): divides each row of `updates` (n, rows, cols), the weights of one neuron, by the root of
-    its mean square, averaged over the steps in mean_square (n, rows, 1), and keeps the norm of each whole. Returns
-    both.
+    The orthogonalized `matrices` (n, rows, cols) with NorMuon's step size for each row (Li et al. 2025): a row, the
+    weights of one neuron, is divided by the root of its mean square, averaged over the steps in mean_square
+    (n, rows, 1), and the norm of each matrix is kept. Returns float32 updates and the new mean_square.
     """
+    updates = newton_schulz(matrices).float()
     mean_square = mean_square.lerp(updates.square().mean(2, keepdim=True), 1 - beta2)
     scaled = updates * mean_square.clamp(min=1e-10).rsqrt()
     norms, scaled_norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, scaled))
     return scaled * (norms / scaled_norms.clamp(min=1e-10)), mean_square
-
-
-def muon_updates(matrices, mean_square):
-    return normalize_rows(newton_schulz(matrices).float(), mean_square)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -64,17 +61,17 @@ class MuonAdamW(torch.optim.Optimizer):
             mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
         # those of one shape are orthogonalized together; of sharded ones only one is whole at a time
         self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
-        self.updates = muon_updates
+        self.muon_updates = muon_updates
 
     @torch.no_grad()
     def compile(self, backend):
         """Compiles the updates of all shapes. Not all of step, which would recompile at each learning rate."""
         if self.sharded:
             return
-        self.updates = torch.compile(muon_updates, dynamic=False, backend=backend)
+        self.muon_updates = torch.compile(muon_updates, dynamic=False, backend=backend)
         for batch in self.batches:
             matrices = torch.stack(batch)
-            self.updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1))
+            self.muon_updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -89,7 +86,7 @@ class MuonAdamW(torch.optim.Optimizer):
             for p, state in zip(batch, states):
                 momentum = state["momentum_buffer"].lerp_(p.grad, 1 - beta)
                 directions.append(runtime.gather(p.grad.lerp(momentum, beta)))  # Nesterov's
-            updates, mean_square = self.updates(
+            updates, mean_square = self.muon_updates(
                 torch.stack(directions), torch.stack([state["row_mean_square"] for state in states]))
             for p, state, update, mean in zip(batch, states, updates, mean_square):
                 state["row_mean_square"].copy_(mean)

@@ -79,7 +79,7 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
     probs = logits.softmax(-1)
     if top_p < 1:
         likelier = probs.cumsum(-1) - probs
-        probs = probs.masked_fill(likelier >= max(top_p, 1e-20), 0.0)  # they make up top_p without it
+        probs = probs.masked_fill(likelier >= max(top_p, 1e-20), 0.0)  # they make up top_p without it; 0: keeps one
     probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
     drawn = torch.multinomial(probs, 1)  # multinomial normalises
     return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)

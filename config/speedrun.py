@@ -1,6 +1,6 @@
 # The recipe that gets to a loss soonest: llama blocks, Muon, a rate for each kind of parameter, constant and then
 # linear to zero. docs/benchmarks.md has what each choice gained, in small models and short runs: the rates are from 90
-# to 200 steps. For 800 and more --muon_lr=0.03 --wsd_decay_frac=1.0 is worth a try; over 1,500 nothing was measured.
+# to 200 steps. Those of 800 and more have --muon_lr=0.03 --wsd_decay_frac=1.0; over 1,500 nothing was measured.
 #   python train_gpt2.py config/speedrun.py
 arch = "llama"
 qk_norm = True

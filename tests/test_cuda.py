@@ -19,7 +19,7 @@ GPU = "cuda"
 
 
 def run_on_gpu(script, *args, nccl=False):
-    """nccl: under torch.distributed, as its only rank. env: in a process of its own, not in a fork."""
+    """nccl: under torch.distributed, as its only rank. `env` makes it a process of its own: CUDA survives no fork."""
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return run(script, *args, f"--device={GPU}", env=env if nccl else {})
 
