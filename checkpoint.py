@@ -171,6 +171,7 @@ def resume_config(config, overrides, checkpoint):
                 fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "
                      f"change it")
             print0(f"changed on resume: {key} {before} -> {overrides[key]}")
+    config["init_from"] = checkpoint["config"]["init_from"]  # what the run began with, for its later checkpoints
     if bool(config["teacher"]) != ("teacher" in checkpoint):
         fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has "
              f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "

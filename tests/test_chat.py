@@ -119,6 +119,8 @@ def check_resumed(script, args, folder, ranks=1, stops=(5, 15, 20)):
         run(script, "--init_from=resume", f"--out_dir={folder}/parts", f"--max_iters={stop}",
             *[f"{row}{stop}" for row in rows], ranks=ranks)
     check_same_run(folder / "whole", folder / "parts")
+    begun = [load(folder / name)["config"]["init_from"] for name in ("whole", "parts")]
+    assert begun[0] == begun[1] != "resume"  # an export's card names the model that it was tuned from
 
 
 @pytest.mark.parametrize("extra, ranks", [
