@@ -90,6 +90,9 @@ NO_CHOICE = {
 # -----------------------------------------------------------------------------
 # attention: one class per variant, chosen in Block below
 
+sdpa = F.scaled_dot_product_attention  # extras/block_attention.py puts its own here, for a model compiled for a CPU
+
+
 def attend(q, k, v, mask, dropout):
     """
     Softmax attention. q (B, T, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) -> (B, T, nh * vd).
@@ -99,56 +102,11 @@ def attend(q, k, v, mask, dropout):
     if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there
         q = q.unflatten(1, (k.size(1), -1)).squeeze(3)
         return decode_attention(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
-    # below 768 positions a CPU's SDPA takes small blocks, and twice the time
-    blocks = torch.compiler.is_compiling() and q.device.type == "cpu" and q.size(2) == k.size(2) < 768 and not dropout
     # no fast CUDA kernel takes grouped queries with a mask or in float32
-    if q.size(1) != k.size(1) and (blocks or mask is not None or q.dtype == torch.float32):
+    if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    if blocks:
-        y = BlockAttention.apply(q, k, v, mask)
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-                                           enable_gqa=q.size(1) != k.size(1))
+    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
     return y.transpose(1, 2).flatten(2)
-
-
-class BlockAttention(torch.autograd.Function):
-    """
-    Attention of 128 queries at a time with the keys up to theirs, written out for a compiler. So is its backward:
-    derived from the slices, it would add up the blocks' gradients of the keys transposed and through masks, and take
-    half as long again.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, mask):
-        """q, k, v (B, nh, T, .); mask: as in attend -> (B, nh, T, vd)."""
-        if mask is None:
-            positions = torch.arange(q.size(2), dtype=torch.float32, device=q.device)  # compared faster than integers
-            mask = positions <= positions[:, None]
-        bias = torch.where(mask, 0.0, -math.inf)
-        y, probs = [], []
-        for start in range(0, q.size(2), 128):
-            end = start + 128
-            # scaled first: float16 ends at 65504
-            scores = (q[:, :, start:end] / math.sqrt(q.size(-1)) @ k[:, :, :end].mT).float()
-            probs.append((scores + bias[..., start:end, :end]).softmax(-1).type_as(q))
-            y.append(probs[-1] @ v[:, :, :end])
-        ctx.save_for_backward(q, k, v, *probs)
-        return torch.cat(y, dim=2)
-
-    @staticmethod
-    def backward(ctx, dy):
-        q, k, v, *probs = ctx.saved_tensors
-        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-        for p in probs:  # (B, nh, end - start, end)
-            end = p.size(-1)
-            start, below = end - p.size(-2), (0, 0, 0, k.size(2) - end)
-            dp = (dy[:, :, start:end] @ v[:, :, :end].mT).float()
-            dscores = (p.float() * (dp - (p.float() * dp).sum(-1, keepdim=True)) / math.sqrt(q.size(-1))).type_as(q)
-            dq.append(dscores @ k[:, :, :end])
-            dk = dk + F.pad(dscores.mT @ q[:, :, start:end], below)
-            dv = dv + F.pad(p.mT @ dy[:, :, start:end], below)
-        return torch.cat(dq, dim=2), dk, dv, None
 
 
 def decode_attention(q, k, v, mask, scale):
@@ -477,8 +435,8 @@ class GPT(nn.Module):
         """
         idx (B, T) int64 -> (B, T, C), which lm_head turns into logits.
         positions: (B, T) int64; None: 0 .. T - 1.
-        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3), never at a later one, which
-        BlockAttention skips; None: causal.
+        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3), never at a later one; None:
+        causal.
         cache: from new_cache; keys and values are written there at `positions`, and each query sees what the cache
         holds at or before its own position. Needs positions and no mask.
         """

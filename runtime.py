@@ -226,6 +226,10 @@ def compile_options(config, device):
 
 def wrap_model(orig_model, device, dtype, options, config):
     """Compiles and distributes a model. Returns the one that trains, and the one that evaluates, without DDP."""
+    if options and device.type == "cpu":
+        block_attention = load_extra("block_attention", config)
+        if block_attention:
+            block_attention.install()
     if config["fsdp"]:
         return [load_extra("fsdp", config, "fsdp").apply_fsdp(orig_model, device, dtype, options)] * 2
     orig_model.to(device)

@@ -12,10 +12,11 @@ import pytest
 from conftest import ROOT, TINY
 
 SCRIPTS = ("train_gpt2.py", "chat_sft.py", "prepare_data.py", "sample.py", "evaluate.py", "export_hf.py", "bench.py")
-# what asks for each file; plot is on by default, compare is a script: nothing asks for them
+# what asks for each file; plot and block_attention are on by default, compare is a script: nothing asks for them
 ASKED = {"distill": "--teacher=out/ckpt.pt", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam",
          "fsdp": "--fsdp=True", "rollback": "--spike_loss=2", "sanity": "--sanity_check=True",
-         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "plot": None, "compare": None}
+         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "plot": None, "compare": None,
+         "block_attention": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
 
 # runs several commands in one go, each in a process of its own: a fork that has imported torch, and nothing of ours
@@ -129,7 +130,8 @@ def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for
     assert set(EXTRAS) <= set(ASKED)
     for extra in EXTRAS:
         assert (ROOT / "tests" / f"test_{extra}.py").exists()
-        flag = "" if extra in ("compare", "plot", "rollback", "spam") else f"|{ASKED[extra].split('=')[0]}=(?!1|False)"
+        default = not ASKED[extra] or extra in ("rollback", "spam")
+        flag = "" if default else f"|{ASKED[extra].split('=')[0]}=(?!1|False)"
         asks = re.compile(rf"extras\.{extra}\b|from extras import .*\b{extra}\b{flag}")
         for path in (ROOT / "tests").glob("*.py"):
             source = path.read_text(encoding="utf-8")
