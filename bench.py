@@ -77,8 +77,8 @@ if compile and (error := runtime.compile_error(device, "inductor")):
 if not train_args and not on_gpu:
     train_args = "--n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256"
 modes = [False, True] if compile else [False]
-common = f"""--max_iters={train_iters + 1} --device={device} --dtype={dtype} --compile={compile} --eval_iters=1
-    --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1 --warmup_iters=0 --overwrite=True
+common = f"""--max_iters={train_iters + 1} --dtype={dtype} --compile={compile} --eval_iters=1
+    --device={device.type if ranks > 1 else device} --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1 --warmup_iters=0 --overwrite=True
     --out_dir={folder}/out""".split()
 train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # the last of a repeated flag wins
 

@@ -286,7 +286,7 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed,
             os.replace(temporary, path)
     while not path.exists():
         time.sleep(0.1)
-    with one_line_errors(str(path), "damaged: remove it, and it is made again"):
+    with one_line_errors(path, "damaged: remove it, and it is made again"):
         if build and zipfile.ZipFile(path).testzip():
             raise ValueError("its checksum is wrong")
         text, fingerprint, *splits = torch.load(path, mmap=True)

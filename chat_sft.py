@@ -179,7 +179,7 @@ facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=toke
              data=train_data.fingerprint, stage="chat")
 checkpointer = Checkpointer(out_dir, state, facts, resuming)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
-runtime.print0(f"from {describe_model(checkpoint['path'], checkpoint)}")
+runtime.print0(f"from {describe_model(checkpoint)}")
 checkpoint = None  # frees its memory
 if teacher:
     distillation.attach(loader, (max_iters - iter_num) * global_batch_size, chat_dir)
@@ -232,7 +232,7 @@ while True:
         with autocast:
             loss = model(**batch)  # summed over the targets of the micro-batch
         loss_sum += loss.detach()
-        scaler.scale(loss * (world_size / max(targets, 1))).backward()  # DDP averages over the ranks
+        scaler.scale(loss * (world_size / targets)).backward()  # DDP averages over the ranks
     loss_sum, stopping = runtime.all_reduce(loss_sum, runtime.stop_requested)
 
     # optimizer step
@@ -242,7 +242,7 @@ while True:
     for hook in gradient_hooks:
         hook(iter_num)
     grad_norm = runtime.clip_grad_norm(orig_model, grad_clip)
-    if guard and guard.is_spike(iter_num, loss_sum / max(targets, 1), grad_norm):
+    if guard and guard.is_spike(iter_num, loss_sum / targets, grad_norm):
         iter_num = guard.recover(iter_num, checkpointer, log)  # the data is not rewound
     else:
         if math.isfinite(loss_sum) and math.isfinite(grad_norm):
@@ -257,7 +257,7 @@ while True:
              clipped=0 < grad_clip < grad_norm < math.inf, seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm, shape=list(batch["idx"].shape))
-    optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients
+    optimizer.zero_grad()  # after the log, whose metrics may read gradients
     if stopping:
         break
 

@@ -87,11 +87,11 @@ def load_model(path, device):
     return model.to(device).eval(), checkpoint
 
 
-def describe_model(path, checkpoint):
+def describe_model(checkpoint):
     """The model in a checkpoint, in one line."""
     args, val_loss = checkpoint["model_args"], checkpoint["val_loss"]
     trained = f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
-    return (f"{path}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, {args['n_layer']} layers, "
+    return (f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, {args['n_layer']} layers, "
             f"{args['n_embd']} wide, {args['max_seq_len']} positions, tokenizer {checkpoint['tokenizer']}"
             + (trained if math.isfinite(val_loss) else "")
             + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))

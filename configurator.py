@@ -67,7 +67,7 @@ def fail(message, alone=False, code=""):
     rank may be the only one to fail (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        error = f"error: {' '.join(str(message).split())}"
+        error = f"error: {' '.join(message.split())}"
         print(*filter(None, (error, code)), sep="\n", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -244,7 +244,7 @@ def print_help(script, settings, extras):
     """A script's docstring, and its settings as they stand in the source, with defaults and comments; then extras'."""
     lines = [ast.get_docstring(ast.parse(Path(script).read_text(encoding="utf-8"))) or ""]
     lines += ["", "settings, given as --name=value or --name value, or as name = value in a config file:"]
-    for path in [Path(script), *(EXTRAS / f"{extra}.py" for extra in extras if (EXTRAS / f"{extra}.py").exists())]:
+    for path in [Path(script), *filter(Path.exists, (EXTRAS / f"{extra}.py" for extra in extras))]:
         found = re.findall(r"^ *((\w+): .+ = .+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         lines += ["", f"in {path.name}", *(f"  {line}" for line, name in found if name in settings)]
     with suppress(BrokenPipeError):  # of `| head`; print would try again when the program ends

@@ -47,7 +47,7 @@ class TokenDataset:
             if os.path.exists(f"{data_dir}/train.bin") or os.path.exists(f"{data_dir}/val.bin"):
                 fail(f"data_dir={data_dir}: train.bin and val.bin are nanoGPT's, GPT-2 tokens without a header; in "
                      f"Python, started here, this makes shards of the two:",
-                     code=f"folder = {str(data_dir)!r}\n{NANOGPT_TO_SHARDS}")
+                     code=f"folder = {data_dir!r}\n{NANOGPT_TO_SHARDS}")
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
                      f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
@@ -189,4 +189,4 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     if device.type == "cuda":  # for nccl; MPS has no float64
         totals = totals.to(device)
     nats, targets, n_bytes = runtime.all_reduce(*totals)
-    return nats / max(targets, 1), nats / math.log(2) / max(n_bytes, 1)
+    return nats / targets, nats / math.log(2) / max(n_bytes, 1)

@@ -305,7 +305,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")  # no TF32
     model, meta = load_model(checkpoint, device)
     tokenizer = get_tokenizer(meta["tokenizer"])
-    print0(describe_model(checkpoint, meta))
+    print0(describe_model(meta))
     print0(f"reading {tasks or 'no task'} ...")
     examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
                 for task in re.findall(r"\w+", tasks)}

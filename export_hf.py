@@ -196,7 +196,7 @@ def load_hf(path):
     GPT2_MODELS, from the hub; float32. Ends the program in one line if path is neither, or if transformers computes
     something else with it than model.py.
     """
-    transformers, folder = import_transformers(), Path(path)
+    transformers, folder = import_transformers(), path
     with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
                          f"a Hugging Face folder, or, with a network, one of {', '.join(GPT2_MODELS)}"):
         if not folder.exists():  # without a network, what was fetched before
@@ -364,7 +364,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         twin.save_pretrained(folder, max_shard_size=shard_size)
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # they are written for their owner alone
-    print(f"{describe_model(checkpoint, loaded)}\n{out_dir}: {type(twin).__name__}, {dtype}, "
+    print(f"{describe_model(loaded)}\n{out_dir}: {type(twin).__name__}, {dtype}, "
           f"{twin.num_parameters():,} parameters" + (f"; not for llama.cpp: {fault}" if fault else ""))
 
 
@@ -374,6 +374,5 @@ if __name__ == "__main__":
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; float32 loses nothing
     shard_size: Positive = 5_000_000_000  # bytes per .safetensors file; a larger model takes several
     overwrite: bool = False  # replace the export in out_dir
-    config, overrides = configure(globals())
     sys.excepthook = runtime.excepthook
-    export(**config)
+    export(**configure(globals())[0])

@@ -7,12 +7,8 @@ from configurator import fail
 
 
 def param_group_of(name, p):
-    """
-    The group of a model's parameter: matrices (the hidden ones), embeddings, head (if untied), vectors or loss_fn.
-    """
-    if name.startswith("loss_fn."):
-        return "loss_fn"
-    if p.dim() < 2:
+    """The group of a model's parameter: matrices (the hidden ones), embeddings, head (if untied) or vectors."""
+    if p.dim() < 2 or name.startswith("loss_fn."):
         return "vectors"
     if ".h." in name:
         return "matrices"
@@ -22,8 +18,7 @@ def param_group_of(name, p):
 def configure_optimizer(model, config):
     """
     The optimizer of a model's trainable parameters, in groups: hidden matrices, embeddings (and a head tied to them),
-    an untied head, vectors (biases and the weights of norms), and what a loss function learns. The last two do not
-    decay.
+    an untied head, and vectors (biases, the weights of norms, what a loss function learns), which do not decay.
 
     config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused where torch can; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
@@ -32,7 +27,7 @@ def configure_optimizer(model, config):
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
     rates = {"matrices": config["muon_lr"] if muon else None, "embeddings": config["embedding_lr"],
-             "head": config["head_lr"], "vectors": config["vector_lr"], "loss_fn": config["vector_lr"]}
+             "head": config["head_lr"], "vectors": config["vector_lr"]}
     if learning_rate == 0 and any(rates.values()):
         fail("--learning_rate=0: the other rates are in proportion to it, on one schedule; give one above 0")
     groups = []
@@ -41,7 +36,7 @@ def configure_optimizer(model, config):
         if params:
             rate = learning_rate if rate is None else rate
             groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
-                           "weight_decay": 0.0 if kind in ("vectors", "loss_fn") else config["weight_decay"]})
+                           "weight_decay": 0.0 if kind == "vectors" else config["weight_decay"]})
     adamw = dict(betas=(config["beta1"], config["beta2"]), fused=groups[0]["params"][0].device.type in ("cpu", "cuda"))
     if muon:
         from muon import MuonAdamW

@@ -137,7 +137,7 @@ if __name__ == "__main__":
     val_tokens: Positive | None = None  # the first tokens; None: 2**20, at most about a tenth of local files
     shard_size: Annotated[int, 1, 2 ** 31 - 1] = 100_000_000  # tokens per shard, 2 bytes each
     num_threads: Positive | None = None  # that tokenize; None: one per CPU
-    config, overrides = configure(globals())
+    _, overrides = configure(globals())
 
     # the source
     from_python = dataset == "python"

@@ -216,11 +216,11 @@ def compile_error(device, backend):
 
 def compile_options(config, device):
     """Arguments of torch.compile; None with --compile=False, and, with a warning, where it cannot work."""
-    error = config["compile"] and compile_error(device, config["compile_backend"])
-    if error:
+    if config["compile"]:
+        error = compile_error(device, config["compile_backend"])
+        if not error:
+            return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
         print0(f"WARNING: torch.compile cannot work here ({error}): running uncompiled, slower")
-    if config["compile"] and not error:
-        return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
     print0("not compiled")
 
 
@@ -262,7 +262,7 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
     batch = {**batch, "targets": torch.full_like(batch["targets"], IGNORE)}
     with autocast:
         model(**batch).backward()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     if options and hasattr(optimizer, "compile"):
         optimizer.compile(options["backend"])
     with torch.no_grad(), autocast:
@@ -377,7 +377,7 @@ class Logger:
         seconds, positions = sums["seconds"], sums["rows"] * self.loader.dataset.max_seq_len
         self.seconds += seconds
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
-        self(iter_num, train_loss=sums["loss_sum"] / max(sums["targets"], 1), ms=1000 * seconds / sums["steps"],
+        self(iter_num, train_loss=sums["loss_sum"] / sums["targets"], ms=1000 * seconds / sums["steps"],
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * seconds / sums["steps"], wait=wait_seconds / seconds,

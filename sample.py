@@ -170,7 +170,7 @@ if __name__ == "__main__":
     device = runtime.init_process(device)[2]
     autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))
     model, loaded = load_model(checkpoint, device)
-    print(describe_model(checkpoint, loaded))
+    print(describe_model(loaded))
     tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
     limits = generation_limits(tokenizer, chat)
     if compile:

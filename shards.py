@@ -21,7 +21,7 @@ def shard_header(n_tokens):
 
 def read_shard(path):
     """The tokens of a shard, memory-mapped: (n,) uint16. Anything but a whole shard ends the program in one line."""
-    with one_line_errors(str(path), "if prepare_data.py wrote it, remove the folder and run it again"):
+    with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         n = (os.path.getsize(path) - HEADER_BYTES) / 2  # no integer if the file ends within a token
         if n < 1 or header != [MAGIC, VERSION, n]:
@@ -37,6 +37,6 @@ def read_meta(data_dir):
         if (path.parent / "progress.json").exists():
             fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
         return {"tokenizer": "gpt2"}
-    with one_line_errors(str(path), "run prepare_data.py again"):
+    with one_line_errors(path, "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
         return {**meta, "tokenizer": str(meta["tokenizer"])}

@@ -35,7 +35,7 @@ def get_tokenizer(name):
         return tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network raises
         fail(f"tokenizer='gpt2': its vocabulary could not be fetched ({type(error).__name__}) and is not in "
-             f"{os.environ.get('TIKTOKEN_CACHE_DIR')}; point TIKTOKEN_CACHE_DIR to a folder that has it, or prepare "
+             f"{os.environ['TIKTOKEN_CACHE_DIR']}; point TIKTOKEN_CACHE_DIR to a folder that has it, or prepare "
              f"the data with --tokenizer=bytes, which needs none")
 
 

@@ -252,7 +252,7 @@ while True:
              clipped=0 < grad_clip < grad_norm < math.inf, seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm)
-    optimizer.zero_grad(set_to_none=True)  # after the log, whose metrics may read gradients
+    optimizer.zero_grad()  # after the log, whose metrics may read gradients
     if stopping:
         break
 

@@ -28,7 +28,7 @@ class Pruner:
     masks.
     """
 
-    def __init__(self, model, optimizer, config, max_iters, checkpoint=None):
+    def __init__(self, model, optimizer, config, max_iters, checkpoint):
         self.optimizer, self.sparsity, self.step, self.reached = optimizer, config["sparsity"], 0, 0
         # begin when weights have left their initialisation, end while the rate is high enough to make up for it
         self.begin = max_iters // 10 if prune_begin is None else prune_begin

@@ -1,5 +1,6 @@
 """Shared by all tests: the scripts on the path, started as a user starts them, and small data to start them on."""
 import ast
+import gc
 import json
 import multiprocessing.connection
 import os
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, and a shell's &, have programs ignore it
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # each would try what this CPU has, for a second and more
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
 from shards import shard_header  # noqa: E402
 from tokenizer import get_tokenizer, padded_vocab_size  # noqa: E402
@@ -94,12 +96,16 @@ TINY = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_seq_len=32", "--batch
 # one process imports them and does nothing else, and each script runs in a fork of it; two ranks are two forks, in the
 # environment that torchrun makes. torchrun itself is started where a test is about it.
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot"])
+forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "matplotlib.pyplot", "pytest",
+                               "hypothesis.strategies"])  # the last two: of this file, which a fork imports
 
 
 def run_forked(script, args, cwd, env, outputs):
     """In the fork: what python SCRIPT ARGS does, its two streams into the files `outputs`."""
+    gc.freeze()  # what was imported before is not searched for garbage
     os.environ.update(env)
+    import runtime
+    runtime.peak_flops = lambda *_: 1e12  # not measured, which would take as long as four steps; with float16 minutes
     with suppress(ImportError):  # a picture takes longer than the 20 steps it is of: test_plot.py has them drawn
         from matplotlib.figure import Figure
         Figure.savefig = lambda *_: None

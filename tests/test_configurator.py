@@ -12,7 +12,7 @@ import pytest
 
 import configurator
 from configurator import configure, extra_settings, fail, load_extra, one_line_errors, read_config_file
-from conftest import ROOT
+from conftest import ROOT, run
 
 SCRIPT = '''
 """A script with a setting of each type."""
@@ -204,9 +204,9 @@ def test_a_wrong_key_in_a_file_is_refused(script, capsys, assignment, nearest):
 def test_another_projects_name_is_answered_with_ours(tmp_path, name, value, flag, answer):
     (tmp_path / "a.py").write_text(value)
     for argument in flag, tmp_path / "a.py":
-        done = subprocess.run([sys.executable, ROOT / name, argument], capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert f"{value.split()[0]}: no such setting of {name}; {answer or '--help'}" in done.stderr
+        output = run(name, argument, code=2)
+        assert output.count("\n") == 1
+        assert f"{value.split()[0]}: no such setting of {name}; {answer or '--help'}" in output
 
 
 def test_what_another_projects_name_is_answered_with_exists():

@@ -19,15 +19,18 @@ ASKED = {"distill": "--teacher=out/ckpt.pt", "prune": "--sparsity=0.5", "spam": 
          "block_attention": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
 
-# runs several commands in one go, each in a process of its own: a fork that has imported torch, and nothing of ours
+# runs each command that it reads in a process of its own: a fork that has imported torch, and nothing of ours
 DRIVER = """
-import json, os, runpy, sys
+import json, os, runpy, signal, sys
 import torch._dynamo, matplotlib.pyplot
 matplotlib.pyplot.Figure.savefig = lambda *_: None  # see conftest.py
 assert sys.path[0] == "" and not {checkout!r} in sys.path
-for argv in json.loads(sys.argv[1]):
-    print("$", *argv, flush=True)
+for line in sys.stdin.buffer:
+    folder, argv = json.loads(line)
     if os.fork() == 0:
+        signal.alarm(600)
+        os.chdir(folder)
+        sys.stdin = open(os.devnull)
         sys.argv, code = argv, 0
         try:
             runpy.run_path(argv[0], run_name="__main__")
@@ -41,8 +44,17 @@ for argv in json.loads(sys.argv[1]):
             code = 1
         sys.stdout.flush()
         os._exit(code)
-    print("=", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+    print("\\n=", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def driver():
+    code = DRIVER.replace("{checkout!r}", repr(str(ROOT)))
+    with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), stdin=subprocess.PIPE, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        yield process
+        process.stdin.close()
 
 
 def copy_tree(folder, without=()):
@@ -59,15 +71,18 @@ def clean_env():
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
-def run_in(folder, *commands):
+def run_in(driver, folder, *commands):
     """Runs commands in a copy of the tree. Returns [(exit code, output), ...]."""
-    driver = DRIVER.replace("{checkout!r}", repr(str(ROOT)))
-    done = subprocess.run([sys.executable, "-c", driver, json.dumps(commands)], cwd=folder, env=clean_env(),
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
-    parts = re.split(r"^\$ .*\n", done.stdout, flags=re.MULTILINE)[1:]
-    assert len(parts) == len(commands), done.stdout
-    results = [re.fullmatch(r"(.*)^= (-?\d+)\n", part, re.DOTALL | re.MULTILINE).groups() for part in parts]
-    return [(int(code), output) for output, code in results]
+    results = []
+    for argv in commands:
+        print(json.dumps([str(folder), argv]), file=driver.stdin, flush=True)
+        output = ""
+        while not (end := re.search(r"\n= (-?\d+)\n$", output)):
+            line = driver.stdout.readline()
+            assert line, output
+            output += line
+        results.append((int(end[1]), output[:end.start()]))
+    return results
 
 
 def train(shards, *more):
@@ -79,7 +94,7 @@ def write_chats(path):
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
 
 
-def test_without_any_extras_everything_else_runs(shards, tmp_path):
+def test_without_any_extras_everything_else_runs(shards, tmp_path, driver):
     tree = copy_tree(tmp_path / "tree")
     shutil.rmtree(tree / "extras")
     write_chats(tree / "chats.jsonl")
@@ -88,7 +103,7 @@ def test_without_any_extras_everything_else_runs(shards, tmp_path):
     (tree / "tasks" / "hellaswag").mkdir(parents=True)
     (tree / "tasks" / "hellaswag" / "test.jsonl").write_text(json.dumps(problem) + "\n")
     results = run_in(
-        tree,
+        driver, tree,
         ["prepare_data.py", "--files=texts.txt", "--tokenizer=bytes", "--data_dir=data"],
         train("data", "--max_iters=1"),
         train("data", "--init_from=resume", "--max_iters=2"),
@@ -105,7 +120,7 @@ def test_without_any_extras_everything_else_runs(shards, tmp_path):
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_without_one_file_the_rest_runs_and_asking_for_it_ends_in_one_line(extra, shards, tmp_path):
+def test_without_one_file_the_rest_runs_and_asking_for_it_ends_in_one_line(extra, shards, tmp_path, driver):
     tree = copy_tree(tmp_path / "tree", without=[extra])
     commands = [["train_gpt2.py", "--help"], ["chat_sft.py", "--help"], train(shards, "--max_iters=1"),
                 train(shards, "--init_from=resume", "--max_iters=2")]
@@ -114,7 +129,7 @@ def test_without_one_file_the_rest_runs_and_asking_for_it_ends_in_one_line(extra
         commands.append(["chat_sft.py", "--data=chats.jsonl", "--lora_rank=2", "--out_dir=other"])
     elif ASKED[extra]:
         commands.append(train(shards, ASKED[extra], "--max_iters=1", "--out_dir=other"))
-    results = run_in(tree, *commands)
+    results = run_in(driver, tree, *commands)
     for code, output in results[:4]:
         assert code == 0, output[-3000:]
     assert "resumed at step 1" in results[3][1] and "step 2/2: loss" in results[3][1]
@@ -140,7 +155,7 @@ def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for
                 assert not asks.search(source), (path, asks.search(source))
 
 
-def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
+def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path, driver):
     tree = copy_tree(tmp_path / "tree")
     shutil.copy(tree / "train_gpt2.py", tree / "mine.py")
     command = ["mine.py", *train(shards)[1:], "--max_iters=100000", "--eval_interval=100000"]
@@ -156,6 +171,7 @@ def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
     assert program.returncode == 0, output[-2000:]
     assert "resume with python mine.py --init_from=resume --out_dir=out" in output, output[-2000:]
     step = int(re.search(r"stopped after step (\d+)", output)[1])
-    [(code, output)] = run_in(tree, ["mine.py", "--init_from=resume", "--out_dir=out", f"--max_iters={step + 2}"])
+    resume = ["mine.py", "--init_from=resume", "--out_dir=out", f"--max_iters={step + 2}"]
+    [(code, output)] = run_in(driver, tree, resume)
     assert code == 0 and f"resumed at step {step}" in output, output[-2000:]
     assert f"done after {step + 2} steps" in output, output[-2000:]

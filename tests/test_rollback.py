@@ -74,8 +74,7 @@ def test_a_spike_rolls_back_to_a_checkpoint_of_another_precision(tmp_path):
     args = [*ARGS, f"--data_dir={poisoned(tmp_path / 'data', [65])}", f"--out_dir={tmp_path}/o", "--max_iters=67",
             "--spike_loss=1.5", "--eval_interval=60"]
     run("train_gpt2.py", *args, "--max_iters=60", "--lr_decay_iters=67")
-    quick = "runtime.peak_flops = lambda *args: 1e12"  # 20 seconds with float16 on a CPU
-    output = run(patched(tmp_path, "train_gpt2.py", quick), *args, "--init_from=resume", "--dtype=float16")
+    output = run("train_gpt2.py", *args, "--init_from=resume", "--dtype=float16")
     assert "rolled back to step 60" in output and load(tmp_path / "o")["iter_num"] == 67
 
 

@@ -3,7 +3,7 @@ import json
 import sys
 from types import SimpleNamespace
 
-from conftest import ROOT, TINY, patched, run
+from conftest import TINY, patched, run
 from extras.trackers import guarded
 
 FAKES = """
@@ -40,10 +40,11 @@ def grouped(line):
 def test_both_get_every_line_of_the_log(shards, tmp_path):
     """And a resumed run continues its own."""
     flags = TINY + [f"--data_dir={shards}", f"--out_dir={tmp_path}/name"]
-    start = [patched(tmp_path, "train_gpt2.py", FAKES), *flags]
-    run(*start, "--max_iters=2", "--wandb_log=True", "--tensorboard=True", "--wandb_project=project",
-        env={"WANDB_NAME": "given", "PYTHONPATH": str(ROOT)})
-    run(*start, "--max_iters=3", "--init_from=resume", env={"WANDB_NAME": "another", "PYTHONPATH": str(ROOT)})
+    for name, more in (("given", ["--max_iters=2", "--wandb_log=True", "--tensorboard=True",
+                                  "--wandb_project=project"]),
+                       ("another", ["--max_iters=3", "--init_from=resume"])):
+        named = f"{FAKES}\nimport os\nos.environ['WANDB_NAME'] = {name!r}"
+        run(patched(tmp_path, "train_gpt2.py", named), *flags, *more)
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
     tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))

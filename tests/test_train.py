@@ -203,9 +203,8 @@ def test_without_a_compiler_it_runs_uncompiled_with_a_warning(shards, tmp_path):
 
 def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
     reference = read_log(trained, "val_loss")["val_loss", 20]
-    program = patched(tmp_path, "train_gpt2.py", "runtime.peak_flops = lambda *args: 1e12")  # 20 s with float16 here
     for dtype in ("float16", "bfloat16"):
-        run(program, *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}")
+        run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}")
         log = read_log(tmp_path / dtype, "val_loss", "loss_scale")
         assert log["val_loss", 20] == pytest.approx(reference, rel=0.05)
         assert (("loss_scale", 20) in log) == (dtype == "float16")
@@ -411,19 +410,6 @@ def test_a_checkpoint_samples(trained, tmp_path):
     assert "longer than the model's 32 positions: it has forgotten the beginning" in text
     for extreme in ("--temperature=1e-42", "--temperature=1e300", "--top_p=1e-300", "--min_p=1"):
         run("sample.py", *args, extreme, "--max_new_tokens=3")
-
-
-@pytest.mark.parametrize("args, words", [
-    (["--checkpoint=nowhere"], ["nowhere"]),
-    (["--prompt=FILE:nowhere.txt"], ["nowhere.txt"]),
-    (["--temperature=-1"], ["temperature"]),
-    (["--top_p=2"], ["top_p"]),
-    (["--num_samples=0"], ["num_samples"]),
-    ([f"--seed={2 ** 64}"], ["seed"]),
-])
-def test_sample_refuses_in_one_line(trained, args, words):
-    line = refused("sample.py", f"--checkpoint={trained}", *args)
-    assert all(word in line for word in words)
 
 
 def test_weights_that_are_not_finite_give_no_text_and_no_traceback(trained, tmp_path):
