@@ -77,9 +77,9 @@ if compile and (error := runtime.compile_error(device, "inductor")):
 if not train_args and not on_gpu:
     train_args = "--n_layer=6 --n_head=6 --n_embd=384 --max_seq_len=256"
 modes = [False, True] if compile else [False]
-common = f"""--max_iters={train_iters + 1} --dtype={dtype} --compile={compile} --eval_iters=1
-    --device={device.type if ranks > 1 else device} --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1 --warmup_iters=0 --overwrite=True
-    --out_dir={folder}/out""".split()
+common = f"""--max_iters={train_iters + 1} --device={device.type if ranks > 1 else device} --dtype={dtype}
+    --compile={compile} --eval_iters=1 --gradient_accumulation_steps=1 --sample_tokens=0 --log_interval=1
+    --warmup_iters=0 --overwrite=True --out_dir={folder}/out""".split()
 train_flags = [*common, f"--data_dir={folder}", *train_args.split()]  # the last of a repeated flag wins
 
 
@@ -179,7 +179,8 @@ def profile_steps():
 def bench_chat():
     run_python(TRAIN, *train_flags, "--max_seq_len=1024", "--batch_size=1", "--max_iters=1", "--compile=False",
                f"--out_dir={folder}/base")
-    run_python(ROOT / "prepare_data.py", "--dataset=python", f"--data_dir={folder}/python")
+    run_python(ROOT / "prepare_data.py", "--dataset=python", "--max_tokens=2000", "--val_tokens=1000",
+               f"--data_dir={folder}/python")  # for chat.jsonl, which is always whole
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     args = [*torchrun, ROOT / "chat_sft.py", *common, f"--init_from={folder}/base",
             f"--data={folder}/python/chat.jsonl", f"--chat_dir={folder}/rows", f"--max_iters={chat_iters}",
