@@ -30,7 +30,7 @@ GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weigh
 # settings that a resumed run cannot change, and those that it does not take from its checkpoint
 FIXED = ("max_seq_len", "pack", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature", "lora_rank",
          "lora_alpha", "lora_targets")
-PER_START = ("out_dir", "init_from", "overwrite", "print_batch", "chat_dir", "sanity_check")
+PER_START = ("out_dir", "overwrite", "print_batch", "chat_dir", "sanity_check")
 
 
 def has_checkpoint(out_dir):
@@ -91,8 +91,9 @@ def describe_model(checkpoint):
     """The model in a checkpoint, in one line."""
     args, val_loss = checkpoint["model_args"], checkpoint["val_loss"]
     trained = f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
-    return (f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, {args['n_layer']} layers, "
-            f"{args['n_embd']} wide, {args['max_seq_len']} positions, tokenizer {checkpoint['tokenizer']}"
+    return (f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
+            f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
+            f"tokenizer {checkpoint['tokenizer']}"
             + (trained if math.isfinite(val_loss) else "")
             + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))
 
@@ -164,14 +165,13 @@ def resume_config(config, overrides, checkpoint):
     for key, before in checkpoint["config"].items():
         if key not in config or key in PER_START:
             continue
-        if key not in overrides:
+        if key not in overrides or key == "init_from":  # what the run began with, not "resume"
             config[key] = before
         elif overrides[key] != before:
             if key in FIXED:
                 fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "
                      f"change it")
             print0(f"changed on resume: {key} {before} -> {overrides[key]}")
-    config["init_from"] = checkpoint["config"]["init_from"]  # what the run began with, for its later checkpoints
     if bool(config["teacher"]) != ("teacher" in checkpoint):
         fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has "
              f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "

@@ -100,7 +100,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def matrix_state(self, p):
         """What is remembered of a hidden matrix: its momentum, like p, and row_mean_square (rows, 1) float32."""
         if "row_mean_square" not in self.state[p]:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # a run before NorMuon saved one
+            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # a checkpoint older than NorMuon has it
             self.state[p]["row_mean_square"] = torch.zeros(p.size(0), 1, device=p.device)
         return self.state[p]
 

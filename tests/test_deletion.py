@@ -50,6 +50,7 @@ for line in sys.stdin.buffer:
 
 @pytest.fixture(scope="module")
 def driver():
+    """Runs the commands of all tests in this file: torch takes it five seconds to import."""
     code = DRIVER.replace("{checkout!r}", repr(str(ROOT)))
     with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), stdin=subprocess.PIPE, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:

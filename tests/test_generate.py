@@ -317,7 +317,8 @@ def test_a_conversation_in_the_terminal(saved):
     assert "forgotten the beginning" not in output
     assert "(a new conversation)" in output and output.count("/reset starts a new conversation") == 1
     assert first.split("model: ")[1].split("\n")[0] == output.split("model: ")[4].split("\n")[0]
-    assert "longer than the model's 48 positions: it has forgotten the beginning" in talk(saved["chat"], "x" * 80 + "\n")
+    output = talk(saved["chat"], "x" * 80 + "\n")
+    assert "longer than the model's 48 positions: it has forgotten the beginning" in output
 
 
 def test_ctrl_c_before_the_first_token_stops_the_answer(saved, tmp_path):
