@@ -402,6 +402,7 @@ class GPT(nn.Module):
         llama: the papers do not say; the same 0.02 (transformers' initializer_range) and the same scaled projections.
         embed_norm: the embedding is N(0, 1). The norm hides its scale from the output; a larger scale only makes the
         embedding's direction change more slowly at a given learning rate.
+        With qk_norm besides, heads begin local, see below.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
@@ -416,6 +417,22 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
                 nn.init.normal_(p, std=0.02)
+        if self.config.embed_norm and self.config.qk_norm:
+            self.init_local_heads()
+
+    @torch.no_grad()
+    def init_local_heads(self):
+        """
+        Lets the i-th key head of each layer begin with attention around the i-th position before the query, so that no
+        training goes into finding the neighbours. A constant added to all embeddings gives queries and keys a part
+        that is the same for every token; that of the i-th head's keys is rotated by i positions more.
+        """
+        c = self.config
+        self.transformer.wte.weight += 1
+        cos_sin = 0.5 / math.sqrt(c.n_embd) * self.rope.transpose(0, 1).flatten(1)  # (max_seq_len, hd)
+        for block in self.transformer.h:
+            block.attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
+            block.attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """

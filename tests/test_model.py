@@ -187,6 +187,31 @@ def test_initial_weights_have_the_stated_spread():
         assert stds[f"transformer.h.1.{scaled}.weight"] == pytest.approx(0.02 / math.sqrt(2 * 3), rel=0.05)
 
 
+@pytest.mark.parametrize("n_kv_head", [4, 2])
+def test_with_both_norms_a_key_head_looks_as_far_back_as_its_number(n_kv_head, monkeypatch):
+    """At the start, in each layer, on random ids; and with one of the norms alone there is no such preference."""
+    seen = []
+
+    def sdpa(q, k, v, **settings):
+        k = k.repeat_interleave(q.size(1) // k.size(1), 1)
+        weights = (q @ k.mT / math.sqrt(q.size(3))).masked_fill(torch.ones(48, 48).triu(1).bool(), -math.inf).softmax(3)
+        seen.append([weights[:, :, 20:].diagonal(20 - back, 2, 3).mean((0, 2)) for back in range(20)])
+        return weights @ v.repeat_interleave(q.size(1) // v.size(1), 1)
+
+    monkeypatch.setattr(model_module, "sdpa", sdpa)
+    for embed_norm, qk_norm in ((True, True), (True, False), (False, True)):
+        torch.manual_seed(0)
+        GPT(GPTConfig(**SMALL, arch="llama", n_kv_head=n_kv_head, qk_norm=qk_norm, embed_norm=embed_norm))(tokens(8))
+        for layer in seen:
+            most, back = torch.stack(layer).max(0)  # (heads,)
+            if embed_norm and qk_norm:
+                assert (back == torch.arange(4) // (4 // n_kv_head) + 1).all()
+                assert (most > 0.06).all()
+            else:
+                assert (most < 0.06).all()
+        seen.clear()
+
+
 def test_flops_count_matmuls_and_attention():
     """6 per weight, 4 if it is frozen, none for tables that are looked up."""
     weights, attention = 124_475_904 - 1024 * 768, 12 * 12 * 1024 * 768  # without positions; 12 n_layer T C
