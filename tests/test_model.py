@@ -194,7 +194,8 @@ def test_with_both_norms_a_key_head_looks_as_far_back_as_its_number(n_kv_head, m
 
     def sdpa(q, k, v, **settings):
         k = k.repeat_interleave(q.size(1) // k.size(1), 1)
-        weights = (q @ k.mT / math.sqrt(q.size(3))).masked_fill(torch.ones(48, 48).triu(1).bool(), -math.inf).softmax(3)
+        future = torch.ones(48, 48).triu(1).bool()
+        weights = (q @ k.mT / math.sqrt(q.size(3))).masked_fill(future, -math.inf).softmax(3)
         seen.append([weights[:, :, 20:].diagonal(20 - back, 2, 3).mean((0, 2)) for back in range(20)])
         return weights @ v.repeat_interleave(q.size(1) // v.size(1), 1)
 
