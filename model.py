@@ -402,7 +402,7 @@ class GPT(nn.Module):
         llama: the papers do not say; the same 0.02 (transformers' initializer_range) and the same scaled projections.
         embed_norm: the embedding is N(0, 1). The norm hides its scale from the output; a larger scale only makes the
         embedding's direction change more slowly at a given learning rate.
-        With qk_norm besides, heads begin local, see below.
+        embed_norm with qk_norm: heads begin local, see init_local_heads.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
