@@ -36,7 +36,7 @@ class GPTConfig:
     n_embd: int = 768
     n_kv_head: int | None = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
-    embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialised to N(0, 1)
+    embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which begins with a deviation of 1
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -402,7 +402,7 @@ class GPT(nn.Module):
         llama: the papers do not say; the same 0.02 (transformers' initializer_range) and the same scaled projections.
         embed_norm: the embedding is N(0, 1). The norm hides its scale from the output; a larger scale only makes the
         embedding's direction change more slowly at a given learning rate.
-        embed_norm with qk_norm: heads begin local, see init_local_heads.
+        embed_norm with qk_norm: the embedding is N(1, 1), and heads begin local, see init_local_heads.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):

@@ -68,11 +68,11 @@ def build_schedule(config, max_iters):
         "lr_schedule", "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "wsd_decay_frac"))
     if decay_iters is None or schedule == "constant":
         decay_iters = max_iters
-    if warmup_iters is None:  # chat tuning
-        warmup_iters = min(100, decay_iters // 10)
     if schedule == "wsd" and wsd_decay_frac == 0:
         fail("--wsd_decay_frac=0.0: expected a number above 0, to 1")
     before_decay = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)
+    if warmup_iters is None:  # chat tuning
+        warmup_iters = min(100, decay_iters // 10, before_decay)
     if warmup_iters > before_decay:
         fail(f"--warmup_iters={warmup_iters}: expected at most the {before_decay} steps before the decay ends (with "
              f"wsd: begins); or change --max_iters, --lr_decay_iters or --wsd_decay_frac")

@@ -66,6 +66,8 @@ def test_chat_tuning_warms_up_for_a_tenth_of_the_run_and_at_most_100_steps():
         unset, explicit = (build_schedule(schedule_config("cosine", warmup_iters=n), max_iters)
                            for n in (None, warmup_iters))
         assert [unset(it) for it in range(200)] == [explicit(it) for it in range(200)]
+    whole_run_falls = schedule_config("wsd", warmup_iters=None, wsd_decay_frac=1.0, min_lr=0.0)
+    assert build_schedule(whole_run_falls, 100)(0) == 0.6
 
 
 @pytest.mark.parametrize("schedule, changes, words", [
