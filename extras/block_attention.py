@@ -33,7 +33,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
-        """q, k, v (B, nh, T, .); mask: as in model.attend -> (B, nh, T, vd)."""
+        """q, k, v (B, nh, T, .); mask: as in model.attend, a key or more for each query -> (B, nh, T, vd)."""
         if mask is None:
             positions = torch.arange(q.size(2), dtype=torch.float32, device=q.device)  # compared faster than integers
             mask = positions <= positions[:, None]
