@@ -70,7 +70,7 @@ head_lr: NonNegativeFloat | None = None  # llama: of the output matrix
 vector_lr: NonNegativeFloat | None = None  # norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100
+warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100 and none of wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters in which the rate falls
