@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from configurator import fail, format_error, load_extra
 from model import IGNORE
 
+# Linux: CPU tensors of 2 MB or more lie in huge pages, as NumPy's arrays do. PyTorch reads this with its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 # -----------------------------------------------------------------------------
 # ranks, device, precision
 

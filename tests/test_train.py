@@ -1,8 +1,12 @@
 """The base path as a user starts it: train, resume, several ranks, compiled, sample."""
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -444,6 +448,22 @@ def test_a_peak_is_that_of_the_card(monkeypatch):
             else:
                 with pytest.raises(pytest.fail.Exception, match="measured"):
                     runtime.peak_flops(torch.device("cuda:0"), dtype)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no Linux with huge pages")
+@pytest.mark.parametrize("wanted", ["", "0"], ids=["default", "off"])
+def test_large_tensors_ask_for_huge_pages(wanted):
+    code = """
+import re, sample, torch
+x, maps = torch.ones(2 ** 22), open("/proc/self/smaps").read()  # 16 MB
+for first, last, flags in re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", maps, re.M | re.S):
+    if int(first, 16) <= x.data_ptr() < int(last, 16):
+        print(" hg " in flags)
+"""
+    env = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    env |= {"THP_MEM_ALLOC_ENABLE": wanted} if wanted else {}
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
+    assert printed.split() == [str(not wanted)]
 
 
 # -----------------------------------------------------------------------------
