@@ -62,8 +62,6 @@ def init_process(device):
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
     if "RANK" in os.environ:
         # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
         # (torch 2.13, gloo), so each start has its own prefix. With several machines no number tells one start from
@@ -229,6 +227,8 @@ def compile_options(config, device):
 
 def wrap_model(orig_model, device, dtype, options, config):
     """Compiles and distributes a model. Returns the one that trains, and the one that evaluates, without DDP."""
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
     if options and device.type == "cpu":
         block_attention = load_extra("block_attention", config)
         if block_attention:
