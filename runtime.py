@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from configurator import fail, format_error, load_extra
 from model import IGNORE
 
-# Linux: CPU tensors of 2 MB or more lie in huge pages, as NumPy's arrays do. PyTorch reads this with its first tensor.
+# Linux: CPU tensors of 2 MB or more lie in huge pages, as NumPy's arrays do: one page fault in place of 512. Set here,
+# as PyTorch reads it with its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # -----------------------------------------------------------------------------
