@@ -89,6 +89,8 @@ def test_a_full_row_continues_from_its_last_part():
     assert new[9:] == greedy_uncached(gpt, kept, 11)
     too_long = list(range(100))
     assert greedy(gpt, [too_long], 5) == [greedy_uncached(gpt, too_long[-44:], 5)]
+    gpt = new_lively_gpt("llama", max_seq_len=5)
+    assert greedy(gpt, [list(range(9))], 12)[0][:3] == greedy_uncached(gpt, [6, 7, 8], 3)  # not less than half
     gpt = new_lively_gpt("llama", max_seq_len=1)
     [[first, second, third]] = greedy(gpt, [[7]], 3)
     assert [first, second, third] == [greedy_uncached(gpt, [token], 1)[0] for token in (7, first, second)]
