@@ -4,12 +4,12 @@ Turns a base model into a chat model: supervised fine-tuning on conversations.
     python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # lines of {"messages": [{"role", "content"}]}
     torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3
     python chat_sft.py --print_batch=True                             # what is trained on, token by token
-    python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (on a CPU bit-exact)
+    python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (bit-exact on a CPU)
 
-Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default as many whole conversations
-as fit are packed into a row, with attention inside each only, and the rest of the row is padding; with --pack=False
-each conversation is padded to a row of its own. The loss is the same either way, on assistant tokens only. The loop is
-train_gpt2.py's; what differs is the data, and the targets, counted per step.
+Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default a row packs as many whole
+conversations as fit, with attention inside each conversation only, and is padded; with --pack=False each conversation
+gets its own padded row. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's; only
+the data differs, and the number of targets, which is counted for each step.
 """
 import math
 import os
@@ -19,14 +19,21 @@ from typing import Annotated, Literal
 
 import torch
 
-import runtime
 from chat_data import build_datasets
-from checkpoint import Checkpointer, describe_model, start_run
+from checkpoint import Checkpointer, describe_model
+from compiling import compile_options, warm_up, wrap_model
 from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
-                          load_extra, one_line_errors)
+                          one_line_errors)
 from dataloader import BatchLoader, validation_loss
+from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
+                         print0, set_gradient_sync, step_seed)
+from features import change_model, change_training, evaluation_hooks
+from interrupt import StopSignal, finish
+from log import Logger, find_nonfinite
+from machine import peak_flops
 from model import GPT, GPTConfig
-from optim import build_schedule, configure_optimizer, set_lr
+from optim import build_schedule, configure_optimizer, set_lr_and_momentum
+from start import check_out_dir, load_init_from, report_settings
 from tokenizer import chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------
@@ -34,28 +41,31 @@ from tokenizer import chat_tokens, get_tokenizer
 out_dir: str = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
-save_interval: Positive | None = None  # steps between more saves, without an evaluation; None: none
-keep_interval: NonNegative = 0  # steps between saves that are kept, as ckpt_STEP.pt; 0 = none
-eval_interval: Positive = 100  # steps between evaluations; before each, but for step 0's, a checkpoint is saved
+eval_interval: Positive = 100  # evaluate and save a checkpoint every this many steps
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same
-eval_tasks: str = ""  # tasks of evaluate.py scored at each evaluation, e.g. hellaswag,arc_easy
-eval_problems: Positive = 64  # problems of each task; at the end of the run all of them
-task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: from the Hugging Face hub
+save_interval: Positive | None = None  # save more often, without an evaluation, every this many steps
+eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
+task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
 log_interval: Positive = 10
 sample_tokens: NonNegative = 128  # length of the answer to val's first question, printed at each evaluation; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
+wandb_project: str | None = None  # None: $WANDB_PROJECT, or train-gpt2; the run is named $WANDB_NAME, or after out_dir
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
 data: str = "HuggingFaceTB/smoltalk"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
-val_data: str | None = None  # the same for validation; None: one in 50 conversations, not trained on
-chat_dir: str = "data/chat"  # the rows are made once and kept here
+val_data: str | None = None  # the same for validation; None: hold out one in 50 conversations
+chat_dir: str = "data/chat"  # tokenized conversations are made once and kept here
 pack: bool = True  # as many whole conversations per row as fit; False: one
 print_batch: bool = False  # print the first micro-batch, [what is trained on] marked, and exit
 batch_size: Positive = 4  # rows per micro-batch and rank
-gradient_accumulation_steps: Positive = 8  # micro-batches per step over all ranks, which share them
+gradient_accumulation_steps: Positive = 8  # micro-batches per step, shared by all ranks
 max_seq_len: Annotated[int, 4, math.inf] | None = None  # None: 2048, or the model's positions if fewer
-dropout: BelowOne = 0.0
+dropout: BelowOne = 0.0  # on embeddings, attention weights and residual branches
 recompute: bool = False  # activation checkpointing: less memory, a third slower
+lora_rank: NonNegative = 0  # freeze the model and train low-rank adapters of this rank; 0 = off
+lora_alpha: Annotated[float, 1e-6, math.inf] = 32.0  # adapters are scaled by lora_alpha / lora_rank
+lora_dropout: BelowOne = 0.0  # on the adapters' input
+lora_targets: str = "all"  # matrices that get an adapter: all, attn, mlp, or names, e.g. q_proj,v_proj,mlp.c_proj
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices; adamw_spam: clips spikes
 learning_rate: NonNegativeFloat = 1e-4  # peak
@@ -64,65 +74,80 @@ max_iters: NonNegative | None = None  # None: as many as the epochs take
 weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
-muon_lr: NonNegativeFloat = 0.002  # muon: peak of the hidden matrices
-embedding_lr: NonNegativeFloat | None = None  # peaks of other groups; None: learning_rate
-head_lr: NonNegativeFloat | None = None  # llama: of the output matrix
-vector_lr: NonNegativeFloat | None = None  # norms and biases
+muon_lr: NonNegativeFloat = 0.002  # muon: peak for the hidden matrices
+embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None: learning_rate, as for the next two
+head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
+vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
 warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100 and none of wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
-wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters in which the rate falls
-# optional features; the details of each are settings of its file in extras/
-lora_rank: NonNegative = 0  # lora.py: freeze the model and train adapters of this rank; 0 = off
-teacher: str | None = None  # distill.py: knowledge distillation from this model, a path or gpt2, ...
-sparsity: BelowOne = 0.0  # prune.py: share of the hidden matrices' weights that ends at zero
-spike_loss: NonNegativeFloat = 3.0  # rollback.py: roll back at this many times the mean loss; 0 = off
-spike_norm: NonNegativeFloat = 100.0  # rollback.py: the same for the gradient norm
-fsdp: bool = False  # fsdp.py: shard parameters, gradients and optimizer state over the ranks
-sanity_check: bool = False  # sanity.py: can the model learn at all? on one micro-batch, then exit
+wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
+# SPAM: --optimizer=adamw_spam
+spam_interval: Positive = 500  # steps between momentum resets
+spam_warmup: NonNegative | None = None  # steps the rate rises over after a reset; None: 150, at most 0.3 spam_interval
+spam_theta: Annotated[float, 1, math.inf] = 5000.0  # an element is a spike if its square is over spam_theta times v
+# pruning
+sparsity: BelowOne = 0.0  # share of the hidden matrices' weights to prune to zero; 0 = off
+prune_by: Literal["magnitude", "state"] = "magnitude"  # |w|, or |w| v^(1/4) with AdamW's second moment v
+prune_begin: NonNegative | None = None  # step at which sparsity begins to rise; None: a tenth of max_iters
+prune_end: Positive | None = None  # step at which it is reached; None: three quarters of max_iters
+# distillation
+teacher: str | None = None  # distil from this model, a path or gpt2, ...
+teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
+teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
+learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
+teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off, run it in each step
+shard_teacher: bool = False  # shard only the teacher over the ranks; the student stays whole
+# safety
+spike_loss: NonNegativeFloat = 0.0  # roll back if the loss is this many times its mean, e.g. 3; 0 = off
+spike_norm: NonNegativeFloat = 0.0  # roll back if the gradient norm is this many times its mean, e.g. 100; 0 = off
+rollback_lr: Fraction = 1.0  # factor on the learning rate for 100 steps after a rollback
+sanity_check: bool = False  # can the model learn at all? try on one micro-batch, then exit
 # system
+fsdp: bool = False  # shard parameters, gradients and optimizer state over the ranks
 device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
 dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
 compile: bool = True
 compile_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
 compile_backend: str = "inductor"
 seed: Seed = 1337
-config, overrides = configure(globals(), extras=("lora", "distill", "prune", "spam", "rollback", "trackers"))
+config, overrides = configure(globals())
 
 # -----------------------------------------------------------------------------
 # setup
 if "epochs" in overrides and "max_iters" in overrides:
     fail("--epochs and --max_iters: give one of them, both set the length of the run")
-checkpoint, resuming = start_run(config, overrides, "chat")
+checkpoint, resuming = load_init_from(config, overrides, "chat")
 if "epochs" in overrides:
     config["max_iters"] = None
-globals().update(config)  # a resumed run has the settings of its checkpoint
-rank, world_size, device = runtime.init_process(device)
-dtype = runtime.pick_dtype(dtype, device)
-autocast = runtime.autocast(device, dtype)
-scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
-micro_steps = runtime.local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
+globals().update(config)  # the settings of the model to start from, or on resume those of the checkpoint
+rank, world_size, torch_device = init_process(device)
+amp_dtype = pick_dtype(dtype, torch_device)
+autocast = make_autocast(torch_device, amp_dtype)
+scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
+micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
-train_data, val_data, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed,
+train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed,
                                                    build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
-loader = BatchLoader(train_data, batch_size, seed, rank, world_size, device)
-runtime.print0(description)
+loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
+print0(description)
 if print_batch:
-    for i in loader.indices(0, min(batch_size, len(train_data))):
-        runtime.print0(f"----- row {i}, [trained on]\n{train_data.format_row(i)}")
+    for i in loader.indices(0, min(batch_size, len(train_rows))):
+        print0(f"----- row {i}, [trained on]\n{train_rows.format_row(i)}")
     raise SystemExit(0)
+check_out_dir(config, resuming)
 
-if max_iters is None:
-    before = checkpoint["config"]
-    if resuming and global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
-        fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another "
-             f"number of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
-    max_iters = math.ceil(epochs * len(train_data) / global_batch_size)
-get_lr = build_schedule(config, max_iters)
+earlier = checkpoint["config"]
+earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else global_batch_size
+if max_iters is None and global_batch_size != earlier_rows:
+    fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
+         f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
+num_iters = math.ceil(epochs * len(train_rows) / global_batch_size) if max_iters is None else max_iters
+get_lr = build_schedule(config, num_iters)
 
 orig_model = GPT(GPTConfig(**{**checkpoint["model_args"], "dropout": dropout}))
 if not resuming:
@@ -131,136 +156,101 @@ if not resuming:
 orig_model.recompute = recompute
 
 # -----------------------------------------------------------------------------
-# Optional features attach to these, as in train_gpt2.py
-state, gradient_hooks, metrics, eval_hooks = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, [], [], []
-if scaler.is_enabled():
-    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
-options = runtime.compile_options(config, device)
-if lora_rank:
-    state["lora"] = load_extra("lora", config, "lora_rank").Lora(orig_model, config, checkpoint, resuming)
-if teacher:
-    state["teacher"] = distillation = load_extra("distill", config, "teacher").Distillation(
-        orig_model, train_data, device, dtype, options, config)
-    metrics.append(distillation.metrics)
+# Optional features attach here (features.py), as in train_gpt2.py.
+state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
+options = compile_options(config, torch_device)
+change_model(orig_model, loader, num_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
+             state, metrics)
 
-# Compiled for one shape, (batch_size, max_seq_len), in training and validation. Whatever has another shape, and every
-# checkpoint, uses orig_model, whose parameters are the same tensors.
-model, compiled = runtime.wrap_model(orig_model, device, dtype, options, config)
-state["optimizer"] = optimizer = configure_optimizer(orig_model, config)
-
-if sparsity:
-    state["masks"] = pruner = load_extra("prune", config, "sparsity").Pruner(
-        orig_model, optimizer, config, max_iters, checkpoint)
-    gradient_hooks.append(pruner.mask_gradients)
-    metrics.append(pruner.metrics)
-if config["optimizer"] == "adamw_spam":
-    gradient_hooks.append(load_extra("spam", config, "optimizer").spam_hook(optimizer))
-rollback = load_extra("rollback", config, *overrides.keys() & {"spike_loss", "spike_norm"})
-guard = rollback and rollback.SpikeGuard(config, optimizer, scaler)
-if guard:
-    state["health"] = guard
-    gradient_hooks.append(guard.scale_lr)
-    metrics.append(guard.metrics)
-if sample_tokens:
-    from sample import sample_hook
-    question = val_data.rows[0, 0].tolist()
-    question = question[:question.index(chat_tokens(tokenizer)["assistant"]) + 1]
-    eval_hooks.append(sample_hook(orig_model, tokenizer, autocast, question, sample_tokens, seed, chat=True))
-if eval_tasks:
-    from evaluate import task_hook
-    eval_hooks.append(task_hook(orig_model, tokenizer, autocast, "chat", config))
-if wandb_log or tensorboard:
-    state["trackers"] = trackers = load_extra("trackers", config, "wandb_log", "tensorboard").Trackers(config)
-plot = load_extra("plot", config)
-if plot:
-    eval_hooks.append(plot.plot_hook(out_dir))
+# The model is compiled for one shape, (batch_size, max_seq_len), in training and validation. Everything that has
+# another shape, and every checkpoint, uses orig_model, whose parameters are the same tensors.
+model, compiled = wrap_model(orig_model, torch_device, options)
+state["optimizer"] = opt = configure_optimizer(orig_model, config)
+gradient_hooks, guard, trackers = change_training(orig_model, opt, num_iters, config, checkpoint, state, metrics)
+question = val_rows.rows[0, 0].tolist()
+question = question[:question.index(chat_tokens(tokenizer)["assistant"]) + 1]
+eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, question, config, "chat")
 
 facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name,
-             data=train_data.fingerprint, stage="chat")
+             data=train_rows.fingerprint, stage="chat")
 checkpointer = Checkpointer(out_dir, state, facts, resuming)
-iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
-runtime.print0(f"from {describe_model(checkpoint)}")
-checkpoint = None  # frees its memory
-if teacher:
-    distillation.attach(loader, (max_iters - iter_num) * global_batch_size, chat_dir)
+iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0
 if sanity_check:
-    load_extra("sanity", config, "sanity_check").check(
-        orig_model, loader.peek(), optimizer, autocast, False, world_size)
+    from extras.sanity import check
+    check(orig_model, loader.peek(), opt, autocast, False, world_size)
+print0(f"from {describe_model(checkpoint)}")
+checkpoint = None  # frees its memory
 
-runtime.print0(f"run: {max_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
-               f"{max_iters * global_batch_size / len(train_data):.2f} epochs; {world_size} x {device.type}, {dtype}")
-runtime.report_settings({**config, **facts["model_args"]}, overrides)
-seconds = runtime.warm_up(model, compiled, optimizer, loader.peek(), autocast, options)
-if not resuming:
-    checkpointer.remove_old()
-log = runtime.Logger(out_dir, config, max_iters, loader, orig_model, dtype, metrics, iter_num, resuming)
-if rank == 0 and (wandb_log or tensorboard):
-    log.trackers = trackers.start(iter_num)
-if options:
-    log(iter_num, event="compiled", compile_seconds=seconds)
+print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
+       f"{num_iters * global_batch_size / len(train_rows):.2f} epochs; "
+       f"{world_size} x {torch_device.type}, {amp_dtype}")
+report_settings(config, overrides, torch_device)
+compile_seconds = warm_up(model, compiled, opt, loader.peek(), autocast, options)
+log = Logger(out_dir, num_iters, loader, orig_model.flops_per_token(max_seq_len),
+             world_size * peak_flops(torch_device, amp_dtype), metrics, trackers, resuming)
+log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_seconds)
 
 # -----------------------------------------------------------------------------
 # training loop; iter_num counts the steps taken
-runtime.catch_signals()
+stop = StopSignal(out_dir)
 while True:
-    # the checkpoint is written by a thread during the evaluation, so a failure in there loses no step
-    done = iter_num >= max_iters
+    done = iter_num >= num_iters
     if iter_num % eval_interval == 0 or done:
-        runtime.print0("evaluating ...")
-        checkpointer.save(iter_num)
+        print0("evaluating ...")
         with autocast:
-            val_loss, val_bpb = validation_loss(compiled, val_data, batch_size, eval_iters, device, rank, world_size)
+            val_loss, val_bpb = validation_loss(compiled, val_rows, batch_size, eval_iters, torch_device, rank,
+                                                world_size)
         log(iter_num, val_loss=val_loss, val_bpb=val_bpb)  # of the assistant's text
-        checkpointer.evaluated(iter_num, val_loss)  # waits for the write: a hook may swap the weights
+        checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
-    elif save_interval and iter_num % save_interval == 0 or keep_interval and iter_num % keep_interval == 0:
+    elif save_interval and iter_num % save_interval == 0:
         checkpointer.save(iter_num)
-        checkpointer.wait()  # before a weight changes
     if done:
         break
 
     # forward and backward; the gradient is that of the mean over all targets of the step. Every rank knows the order
-    # of the rows, so it can count them before its first backward
+    # of the rows, so it can count the targets of all ranks before its first backward
     t0 = time.perf_counter()
-    torch.manual_seed(runtime.step_seed(seed, iter_num, rank))  # dropout
-    loss_sum = torch.zeros((), device=device)
-    targets, tokens = train_data.count_targets(loader.indices(loader.rows_seen, global_batch_size))
+    torch.manual_seed(step_seed(seed, iter_num, rank))  # dropout
+    loss_sum = torch.zeros((), device=torch_device)
+    targets, tokens = train_rows.count_targets(loader.indices(loader.rows_seen, global_batch_size))
     for micro_step in range(micro_steps):
         batch = next(loader)
-        runtime.set_gradient_sync(model, micro_step == micro_steps - 1)
+        set_gradient_sync(model, micro_step == micro_steps - 1)
         with autocast:
             loss = model(**batch)  # summed over the targets of the micro-batch
         loss_sum += loss.detach()
         scaler.scale(loss * (world_size / targets)).backward()  # DDP averages over the ranks
-    loss_sum, stopping = runtime.all_reduce(loss_sum, runtime.stop_requested)
+    loss_sum, stopping = all_reduce(loss_sum, stop.requested)
 
-    # optimizer step
+    # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
     lr = get_lr(iter_num)
-    set_lr(optimizer, lr, iter_num)
-    scaler.unscale_(optimizer)
+    set_lr_and_momentum(opt, lr, iter_num)
+    scaler.unscale_(opt)
     for hook in gradient_hooks:
         hook(iter_num)
-    grad_norm = runtime.clip_grad_norm(orig_model, grad_clip)
-    if guard and guard.is_spike(iter_num, loss_sum / targets, grad_norm):
-        iter_num = guard.recover(iter_num, checkpointer, log)  # the data is not rewound
+    grad_norm = clip_grad_norm(orig_model, grad_clip)
+    if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+        overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # of float16: the loss scale adapts
+        log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))
+        iter_num += 1
+    elif guard and guard.is_spike(iter_num, loss_sum / targets, grad_norm):
+        iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
     else:
-        if math.isfinite(loss_sum) and math.isfinite(grad_norm):
-            scaler.step(optimizer)
-        else:
-            log.skip(iter_num, loss_sum)
+        scaler.step(opt)
         iter_num += 1
     scaler.update()
 
-    # log; padding is not counted as tokens
+    # log; padding does not count as tokens
     log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=global_batch_size,
              clipped=0 < grad_clip < grad_norm < math.inf, seconds=time.perf_counter() - t0)
-    if iter_num % log_interval == 0 or iter_num == 1 or iter_num == max_iters or stopping:
+    if iter_num % log_interval == 0 or iter_num == 1 or iter_num == num_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm, shape=list(batch["idx"].shape))
-    optimizer.zero_grad()  # after the log, whose metrics may read gradients
+    opt.zero_grad()  # after the log, whose metrics may read gradients
     if stopping:
+        checkpointer.save(iter_num)
         break
 
-checkpointer.finish(iter_num)
-runtime.finish(iter_num, out_dir, not done, checkpointer.facts,
-               f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True")
+finish(iter_num, done, checkpointer, torch_device,
+       f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True")

@@ -1,36 +1,27 @@
 """
-Checkpoints: ckpt.pt and the one before it, ckpt_prev.pt, written atomically by a thread; ckpt_best.pt; snapshots.
+Checkpoints: ckpt.pt and the one before it, ckpt_prev.pt, each written whole or not at all; ckpt_best.pt.
 
 A checkpoint is a dict of tensors and plain values with nanoGPT's keys (model, optimizer, model_args, iter_num,
-best_val_loss, config) and what an exact resume needs. Nothing in it is executed (weights_only).
+best_val_loss, config) and what an exact resume needs. Loading one executes nothing in it (weights_only).
 """
 import hashlib
 import json
 import math
 import os
 import shutil
-import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from filelock import FileLock  # torch brings it
 
-import runtime
-from configurator import fail, format_error, load_extra, one_line_errors
+from configurator import fail, format_error, one_line_errors
+from distributed import print0, rank
 from model import GPT, GPTConfig
-from runtime import print0
 from tokenizer import padded_vocab_size
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
-GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights, on the Hugging Face hub
-# settings that a resumed run cannot change, and those that it does not take from its checkpoint
-FIXED = ("max_seq_len", "pack", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature", "lora_rank",
-         "lora_alpha", "lora_targets")
-PER_START = ("out_dir", "overwrite", "print_batch", "chat_dir", "sanity_check")
 
 
 def has_checkpoint(out_dir):
@@ -39,31 +30,31 @@ def has_checkpoint(out_dir):
 
 def load_checkpoint(path, merge=True):
     """
-    Load any supported checkpoint, on the CPU: a ckpt.pt of ours or nanoGPT's, or the out_dir it is in (where ckpt.pt
-    is damaged, the previous one is used, with a warning); a Hugging Face folder; or one of GPT2_MODELS. Returns a
-    dict with at least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and
-    path. A LoRA run's adapters are merged into their base, or with merge=False come alone.
+    Load any supported checkpoint, on the CPU: a ckpt.pt of ours or nanoGPT's, or its folder (if ckpt.pt is damaged,
+    the previous one is used, with a warning); a Hugging Face folder; or gpt2, gpt2-medium, ... Returns a dict with at
+    least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
+    adapters of a LoRA run are merged into their base, or with merge=False come alone.
     """
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
-    if not candidates or str(path) in GPT2_MODELS and not path.exists():
-        from export_hf import load_hf
+    if path.is_dir() and not candidates or not path.exists():
+        from import_hf import load_hf
         return load_hf(path)
     for candidate in candidates:
         try:
             with zipfile.ZipFile(candidate) as archive:
                 damaged = archive.testzip()  # torch.load does not compare checksums
             if damaged:
-                raise ValueError(f"{damaged} in it is damaged")
+                raise ValueError(f"the checksum of {damaged} in it is wrong")
             checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
             if "block_size" in checkpoint["model_args"]:
-                from export_hf import convert_nanogpt
+                from import_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
             for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
                 checkpoint[key]  # or it is a checkpoint of something else
             # older checkpoints have no norm_eps
             checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
-        except Exception as error:  # a damaged file raises whatever its bytes lead to
+        except Exception as error:  # a damaged file may raise anything
             problem = format_error(error)
             continue
         checkpoint["path"] = str(candidate)
@@ -71,10 +62,10 @@ def load_checkpoint(path, merge=True):
             print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, {candidate}, "
                    f"step {checkpoint['iter_num']}")
         if merge and "lora" in checkpoint:
-            load_extra("lora", {"init_from": candidate}, "init_from").merge_into_base(checkpoint)
+            merge_adapters(checkpoint)
         return checkpoint
-    fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its "
-         f"folder, a Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
+    fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its folder, a "
+         f"Hugging Face folder, or gpt2, gpt2-medium, gpt2-large or gpt2-xl")
 
 
 def load_model(path, device):
@@ -108,7 +99,7 @@ def digest_weights(facts, state_dict, rows=None):
 
 
 def check_tokenizer(where, tokenizer, checkpoint):
-    """Ends the program unless the checkpoint's model has this tokenizer; `where` says whose tokenizer it is."""
+    """Exit with an error if the checkpoint's model has another tokenizer. `where` says where this one is from."""
     vocab_size = checkpoint["model_args"]["vocab_size"]
     if (tokenizer.name, padded_vocab_size(tokenizer)) != (checkpoint["tokenizer"], vocab_size):
         fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {checkpoint['tokenizer']} "
@@ -116,145 +107,72 @@ def check_tokenizer(where, tokenizer, checkpoint):
 
 
 # -----------------------------------------------------------------------------
-# how a run starts
+# A LoRA run's checkpoint holds the adapters alone, with the path and the fingerprint of their base.
 
-def start_run(config, overrides, stage):
+def fingerprint(checkpoint):
     """
-    Reads --init_from and completes `config` in place: a resumed run has its checkpoint's settings, but for those
-    overridden now; one that starts from weights has their model's. stage: base | chat. Returns (checkpoint or None,
-    resuming).
+    SHA-256 of a checkpoint's weights, without the rows that pad a GPT-2 vocabulary on import, from 50257 on: they are
+    means, whose last bits depend on the machine.
     """
-    out_dir, init_from = config["out_dir"], config["init_from"]
-    auto = init_from == "auto" or init_from.startswith("auto:")
-    resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
-    if not resuming and init_from in ("scratch", "auto"):
-        if stage == "chat":
-            fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")
-        return None, False
-    if resuming and not has_checkpoint(out_dir):
-        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of one")
-    source = out_dir if resuming else init_from.removeprefix("auto:")
-    checkpoint = load_checkpoint(source, merge=not resuming)
-    if resuming:
-        if checkpoint["stage"] != stage:
-            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained "
-                 f"it, or start from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
-        if "optimizer" not in checkpoint:
-            fail(f"--init_from={init_from}: {out_dir} holds a model without its optimizer; start a new run with "
-                 f"--init_from={out_dir} --out_dir=...")
-        resume_config(config, overrides, checkpoint)
-    model_args = checkpoint["model_args"]
-    for name in config.keys() & model_args.keys() - {"max_seq_len", "dropout"}:
-        accepted = model_args[name], checkpoint["config"].get(name)  # as built, and as given: None may stand for it
-        if name in overrides and overrides[name] not in accepted:
-            fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
-        config[name] = model_args[name]
-    positions = model_args["max_seq_len"]
-    if not resuming and overrides.get("max_seq_len") is None:
-        config["max_seq_len"] = positions if stage == "base" else min(2048, positions)
-    if config["max_seq_len"] > positions:
-        fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most "
-             f"that")
-    if "masks" in checkpoint and not resuming and not config["sparsity"]:
-        print0("WARNING: the pruned weights grow back; --sparsity, as before, keeps them zero")
-    return checkpoint, resuming
+    return digest_weights(None, checkpoint["model"], rows=50257)
 
 
-def resume_config(config, overrides, checkpoint):
-    """Updates `config` to that of the checkpoint, except for overrides, which are printed, or refused if FIXED."""
-    for key, before in checkpoint["config"].items():
-        if key not in config or key in PER_START:
-            continue
-        if key not in overrides or key == "init_from":  # what the run began with, not "resume"
-            config[key] = before
-        elif overrides[key] != before:
-            if key in FIXED:
-                fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "
-                     f"change it")
-            print0(f"changed on resume: {key} {before} -> {overrides[key]}")
-    if bool(config["teacher"]) != ("teacher" in checkpoint):
-        fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has "
-             f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "
-             f"--init_from={config['out_dir']}/ckpt.pt --out_dir=...")
+def load_base(checkpoint):
+    """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
+    from import_hf import GPT2_MODELS
+    base = checkpoint["lora"]
+    for place in (base["absolute"], base["path"]):
+        if os.path.exists(place) or place in GPT2_MODELS:
+            candidate = load_checkpoint(place, merge=False)
+            if fingerprint(candidate) == base["fingerprint"]:
+                return candidate["model"]
+    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {base['absolute']} or "
+         f"{base['path']}, but there is nothing, or other weights are there now")
+
+
+def merge_adapters(checkpoint):
+    """Turns a LoRA run's checkpoint into that of a plain model, in place: W + alpha / rank B A."""
+    adapters, weights = checkpoint["model"], load_base(checkpoint)
+    for name, A in adapters.items():
+        if name.endswith("lora_A"):
+            B = adapters[name.replace("lora_A", "lora_B")]
+            target = name.replace("lora_A", "weight")
+            weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
+    checkpoint["model"] = weights
 
 
 # -----------------------------------------------------------------------------
-# state of model and optimizer
+# saving and restoring
 
-def excluded_params(model):
-    """The parameters that a checkpoint does not hold: frozen ones (LoRA), and those of the loss function."""
-    return {name: p for name, p in model.named_parameters(remove_duplicate=False)
-            if not p.requires_grad or name.startswith("loss_fn.")}
-
-
-def get_state(model, optimizer):
-    """State dicts of both, on rank 0. All ranks call it: those of a sharded model are gathered."""
-    if runtime.is_sharded(model):
-        from extras import fsdp
-        return fsdp.get_state(model, optimizer)
-    excluded = excluded_params(model)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in excluded}
-    return weights, optimizer.state_dict()
-
-
-def load_state(model, optimizer, checkpoint):
-    """The reverse, on every rank. The settings of the optimizer's groups stay: they may have changed on resume."""
-    if runtime.is_sharded(model):
-        from extras import fsdp
-        return fsdp.load_state(model, optimizer, checkpoint)
-    model.load_state_dict({**excluded_params(model), **checkpoint["model"]})
-    optimizer.load_state_dict({"state": checkpoint["optimizer"]["state"],
-                               "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-# -----------------------------------------------------------------------------
-# files
-
-def write_checkpoint(out_dir, checkpoint, snapshot_name=None):
+def write_checkpoint(out_dir, checkpoint, keep_previous=True):
     """
-    Writes ckpt.pt; the one before it becomes ckpt_prev.pt. At every moment at least one of the two is whole: the new
-    file is on disk before the old one is renamed. snapshot_name: a second name, which is kept. Returns False, with a
-    warning, if it could not be written; the one before stays.
+    Writes ckpt.pt; the one before it becomes ckpt_prev.pt, unless keep_previous is False. The new file is on disk
+    before the old one is renamed, so at every moment at least one of the two is whole.
     """
     path, previous, temporary = (Path(out_dir) / name for name in (*CHECKPOINTS, "ckpt.pt.tmp"))
     try:
-        os.makedirs(out_dir, exist_ok=True)  # somebody may have removed it
+        os.makedirs(out_dir, exist_ok=True)  # it may have been removed during the run
         with open(temporary, "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)  # or no resume could read it
-        if path.exists():
+        if path.exists() and keep_previous:
             os.replace(path, previous)
         os.replace(temporary, path)
-        if snapshot_name:
-            link(path, snapshot_name)
-        if hasattr(os, "O_DIRECTORY"):  # the renames, too, should survive a power cut
-            directory = os.open(out_dir, os.O_RDONLY | os.O_DIRECTORY)
-            os.fsync(directory)
-            os.close(directory)
-        return True
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        print(f"WARNING: --out_dir={out_dir}: the checkpoint of step {checkpoint['iter_num']} could not be written "
-              f"({format_error(error)}); the one before it stays", flush=True)
-        with suppress(OSError):
-            temporary.unlink()
-        return False
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def link(path, name):
-    """A second name for a checkpoint in the same folder: a hard link, or a copy where the file system has none."""
+    """A second name for a checkpoint in the same folder: a hard link, or a copy if the file system has none."""
     temporary = path.with_name(name + ".tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, path.with_name(name))
-        temporary.unlink(missing_ok=True)  # a rename does nothing where both names are one file already
-    except OSError as error:
-        print(f"WARNING: {path.with_name(name)} could not be written: {error}")
+        os.link(path, temporary)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, path.with_name(name))
+    temporary.unlink(missing_ok=True)  # a rename does nothing if both names are the same file already
 
 
 class Checkpointer:
@@ -264,118 +182,64 @@ class Checkpointer:
     """
 
     def __init__(self, out_dir, state, facts, resuming):
-        config, folder = facts["config"], Path(out_dir)
-        self.out_dir, self.state, self.keep_interval = folder, state, config["keep_interval"]
+        self.out_dir, self.state, self.resuming = Path(out_dir), state, resuming
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
-        self.on_disk = 0, None  # iter_num and val_iter of ckpt.pt; at first there is none, and step 0 needs none
-        self.pool, self.pending = ThreadPoolExecutor(1), None
-        found = sorted(path.name for path in folder.glob("ckpt*.pt"))
-        if found and not resuming:
-            if not config["overwrite"]:
-                resume = "resume it with --init_from=resume, " if has_checkpoint(out_dir) else ""
-                fail(f"--out_dir={out_dir}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, "
-                     f"or give another folder")
-            for source in filter(None, (config["init_from"], config["teacher"])):
-                path = Path(source.removeprefix("auto:")).resolve()
-                if path.exists() and folder.resolve() in (path, path.parent):
-                    fail(f"--out_dir={out_dir} --overwrite=True: holds {source}, which this run reads; give another "
-                         f"folder")
-        if (folder / "config.json").exists() and b"model_type" in (folder / "config.json").read_bytes():
-            fail(f"--out_dir={out_dir}: holds a model in Hugging Face's format; give another folder")
-        if runtime.rank() == 0:
+        self.saved_iter, self.keep_previous = None, True
+        if rank() == 0:
             with one_line_errors(f"--out_dir={out_dir}",
                                  "give a folder that can be written to and that no other run is writing to", OSError):
                 os.makedirs(out_dir, exist_ok=True)
-                self.lock = FileLock(folder / "lock")
-                self.lock.acquire(blocking=False)  # its Timeout is an OSError, as is a folder that is read-only
+                self.lock = FileLock(self.out_dir / "lock")
+                self.lock.acquire(blocking=False)  # its Timeout is an OSError, as is a read-only folder
 
-    def remove_old(self):
-        """Removes the checkpoints of an overwritten run, after all checks have passed."""
-        if runtime.rank() == 0:
-            for pattern in ("ckpt.pt*", "ckpt_prev.pt", "ckpt_best.pt", "ckpt_damaged.pt", "ckpt_[0-9]*.pt"):
-                for path in self.out_dir.glob(pattern):
-                    path.unlink()
-
-    def save(self, iter_num, again=False):
+    def save(self, iter_num, val_loss=None):
         """
-        Starts writing a checkpoint, unless this step's is there. It holds the last evaluation's val_loss, of step
-        val_iter: a step is saved before it is evaluated. Call wait before a weight changes.
+        Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
+        ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
-        if iter_num == self.on_disk[0] and not again:
+        is_best = val_loss is not None and val_loss <= self.facts["best_val_loss"]
+        if val_loss is not None:
+            self.facts |= {"val_loss": val_loss, "val_iter": iter_num,
+                           "best_val_loss": min(self.facts["best_val_loss"], val_loss)}
+        entries = {key: entry.state_dict() for key, entry in self.state.items()}
+        if rank() > 0:
             return
-        weights, optimizer = get_state(self.state["model"], self.state["optimizer"])
-        entries = {key: entry.state_dict() for key, entry in self.state.items() if key not in ("model", "optimizer")}
-        checkpoint = dict(**entries, **self.facts, model=weights, optimizer=optimizer, iter_num=iter_num)
-        snapshot = f"ckpt_{iter_num}.pt" if self.keep_interval and iter_num % self.keep_interval == 0 else None
-        write = write_checkpoint if runtime.rank() == 0 else lambda *_: False
-        self.pending = (iter_num, self.facts["val_iter"]), self.pool.submit(write, self.out_dir, checkpoint, snapshot)
-
-    def wait(self):
-        """Waits for the write under way, if any; every rank learns whether it succeeded."""
-        if self.pending is None:
-            return
-        step, future = self.pending
-        self.pending = None
-        device = next(self.state["model"].parameters()).device
-        if runtime.all_reduce(torch.tensor(float(future.result()), device=device))[0]:
-            self.on_disk = step
-            runtime.interrupt_message = f": step {step[0]} is saved; {runtime.resume_hint(self.out_dir)}"
-
-    def evaluated(self, iter_num, val_loss):
-        """Waits for the checkpoint of this step, and gives the one with the lowest val_loss a second name."""
-        best = min(self.facts["best_val_loss"], val_loss)
-        self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": best}
-        self.wait()
-        self.link_best()
-
-    def link_best(self):
-        is_best = self.facts["val_loss"] == self.facts["best_val_loss"]
-        if runtime.rank() == 0 and self.on_disk[0] == self.facts["val_iter"] > 0 and is_best:
-            link(self.out_dir / "ckpt.pt", "ckpt_best.pt")
-
-    def finish(self, iter_num):
-        """Saves the last step, with its own val_loss if it was evaluated; where that fails, again, for ten minutes."""
-        for attempt in range(20):
-            if self.on_disk == (iter_num, self.facts["val_iter"]):
-                return self.link_best()
-            if attempt:
-                print0("trying again in 30 seconds")
-                time.sleep(30)
-            self.save(iter_num, again=True)
-            self.wait()
-        fail(f"--out_dir={self.out_dir}: step {iter_num} could not be saved")
+        try:
+            write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, self.keep_previous)
+            if self.saved_iter is None and not self.resuming:  # of a run that this one overwrites
+                for name in ("ckpt_prev.pt", "ckpt_best.pt"):
+                    (self.out_dir / name).unlink(missing_ok=True)
+            if is_best:
+                link(self.out_dir / "ckpt.pt", "ckpt_best.pt")
+            self.saved_iter, self.keep_previous = iter_num, True
+        except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+            print(f"WARNING: --out_dir={self.out_dir}: step {iter_num} could not be saved ({format_error(error)}); "
+                  f"the last checkpoint is of step {self.saved_iter}", flush=True)
 
     def resume(self, checkpoint, max_iters):
-        """Restores all of a run from load_checkpoint(out_dir, merge=False). Returns iter_num."""
+        """Restores a run from load_checkpoint(out_dir, merge=False), if it can be continued. Returns iter_num."""
         if max_iters < checkpoint["iter_num"]:
             fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; give "
                  f"more")
         if checkpoint["data"] != self.facts["data"]:
             fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data start a "
                  f"new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
+        unused = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
+        if unused:
+            print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
         self.facts |= {key: checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss")}
+        self.keep_previous = checkpoint["path"] == str(self.out_dir / "ckpt.pt")  # else ckpt.pt is damaged
         return self.restore(checkpoint)
 
-    def restore(self, checkpoint=None, skip=()):
-        """Restores the state, but for the entries in `skip`, by default from the last checkpoint. Returns iter_num."""
-        checkpoint = checkpoint or load_checkpoint(self.out_dir, merge=False)
+    def restore(self, checkpoint, skip=()):
+        """Restores the state from a checkpoint, except the entries in `skip`. Returns iter_num."""
         with one_line_errors(checkpoint["path"], errors=(RuntimeError, KeyError, ValueError)):
-            load_state(self.state["model"], self.state["optimizer"], checkpoint)
             for key, entry in self.state.items():
-                if key in ("model", "optimizer", *skip):
+                if key in skip:
                     continue
                 if key not in checkpoint:
                     print0(f"WARNING: {checkpoint['path']} has no {key}: it keeps its initial state")
-                elif checkpoint[key] != {}:  # that of a loss scale that was off
+                elif checkpoint[key] != {}:  # the state of a loss scale that was off
                     entry.load_state_dict(checkpoint[key])
-        unclaimed = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
-        if unclaimed:
-            print0(f"WARNING: nothing here uses {', '.join(sorted(unclaimed))} of {checkpoint['path']}")
-        path, previous = (self.out_dir / name for name in CHECKPOINTS)
-        if checkpoint["path"] == str(previous) and runtime.rank() == 0:  # or it would be replaced by a corrupt one
-            if path.exists():
-                os.replace(path, path.with_name("ckpt_damaged.pt"))
-            link(previous, path.name)
-        self.on_disk = checkpoint["iter_num"], checkpoint["val_iter"]
-        runtime.interrupt_message = f": step {checkpoint['iter_num']} is saved; {runtime.resume_hint(self.out_dir)}"
+        self.saved_iter = checkpoint["iter_num"]
         return checkpoint["iter_num"]

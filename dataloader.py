@@ -1,4 +1,4 @@
-"""Token shards -> batches, in an order that a row's number alone determines."""
+"""Token shards -> batches, in an order that depends only on the number of a row in the run."""
 import functools
 import glob
 import hashlib
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import runtime
 from configurator import fail
+from distributed import all_reduce
 from model import IGNORE
-from shards import read_meta, read_shard
+from shards import read_headerless, read_meta, read_shard
 from tokenizer import get_tokenizer, padded_vocab_size, token_bytes
 
 
@@ -23,31 +23,21 @@ def to_device(array, device):
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-NANOGPT_TO_SHARDS = """\
-import numpy as np, shards
-for split in "train", "val":
-    tokens = np.memmap(folder + f"/{split}.bin", "<u2", "r")
-    for i, part in enumerate(np.split(tokens, range(10**8, len(tokens), 10**8))):
-        open(folder + f"/{split}_{i:06}.bin", "wb").write(shards.shard_header(len(part)) + part.tobytes())"""
-
-
 class TokenDataset:
     """
     The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
-    (i + 1) T, both included, so every token but a shard's first is a target once; the last tokens of a shard, fewer
-    than a row, are left out and counted in dropped_tokens.
+    (i + 1) T, both included, so every token except a shard's first is a target once. The last tokens of a shard, if
+    they do not fill a row, are left out and counted in dropped_tokens. nanoGPT's train.bin and val.bin are read as one
+    shard each.
     """
 
     def __init__(self, data_dir, split, max_seq_len):
         paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
-        if not paths:
-            if os.path.exists(f"{data_dir}/meta.pkl"):
-                fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
-                     f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
-            if os.path.exists(f"{data_dir}/train.bin") or os.path.exists(f"{data_dir}/val.bin"):
-                fail(f"data_dir={data_dir}: train.bin and val.bin are nanoGPT's, GPT-2 tokens without a header; in "
-                     f"Python, started here, this makes shards of the two:",
-                     code=f"folder = {data_dir!r}\n{NANOGPT_TO_SHARDS}")
+        nanogpt = Path(data_dir, f"{split}.bin")
+        if os.path.exists(f"{data_dir}/meta.pkl"):
+            fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
+                 f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
+        if not paths and not nanogpt.exists():
             source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
             ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
                      f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
@@ -57,7 +47,7 @@ class TokenDataset:
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         self.tokenizer = get_tokenizer(read_meta(data_dir)["tokenizer"])
         self.vocab_size = padded_vocab_size(self.tokenizer)
-        self.shards = [read_shard(path) for path in paths]
+        self.shards = [read_shard(path) for path in paths] or [read_headerless(nanogpt)]
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)
@@ -106,18 +96,18 @@ def epoch_permutation(n, seed, epoch):
 
 def sample_indices(rows, n, seed):
     """
-    Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n: rows_seen is all that a resumed run has to know.
+    Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n, so rows_seen is all that a resumed run must know.
     """
     return np.array([epoch_permutation(n, seed, g // n)[g % n] for g in rows])
 
 
 class BatchLoader:
     """
-    The training batches of one rank, without end, read ahead by a thread. Micro-batch m of rank r is number
+    The endless training batches of one rank, read ahead by a thread. Micro-batch m of rank r is number
     m * world_size + r of the run, so any number of ranks sees the same rows.
 
-    sources: each maps indices to arrays that join the batch, and is read ahead too; transforms: each maps a batch to
-    tensors that join it, when it is taken.
+    sources: each maps indices to arrays that join the batch, and is read ahead too. transforms: each maps a batch to
+    tensors that join it when the batch is taken.
     """
 
     def __init__(self, dataset, batch_size, seed, rank, world_size, device):
@@ -188,5 +178,5 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     model.train(was_training)
     if device.type == "cuda":  # for nccl; MPS has no float64
         totals = totals.to(device)
-    nats, targets, n_bytes = runtime.all_reduce(*totals)
+    nats, targets, n_bytes = all_reduce(*totals)
     return nats / targets, nats / math.log(2) / max(n_bytes, 1)

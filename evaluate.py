@@ -34,11 +34,10 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm  # comes with datasets
 
-import runtime
 from checkpoint import check_tokenizer, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
 from dataloader import TokenDataset, validation_loss
-from runtime import print0
+from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from sample import generate, generation_limits
 from tokenizer import chat_tokens, get_tokenizer, render_chat
 
@@ -49,7 +48,7 @@ TASKS = {  # name on the hub, configuration, split
     "mmlu": ("cais/mmlu", "all", "test"),  # Hendrycks et al. 2021
     "gsm8k": ("openai/gsm8k", "main", "test"),  # Cobbe et al. 2021
 }
-progress = partial(tqdm, disable=runtime.rank() > 0, leave=False, delay=2)
+progress = partial(tqdm, disable=rank() > 0, leave=False, delay=2)
 
 
 # -----------------------------------------------------------------------------
@@ -199,14 +198,14 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
     """
     n, max_seq_len = len(examples), model.config.max_seq_len
-    rank, world_size = runtime.eval_share(model)
+    share, n_shares = eval_share(model)
     rows = rows_to_score(examples, max_seq_len)
     # Longest first: there is little padding, and memory runs out early or never. The ranks share batches, not rows:
     # however many they are, the batches are the same, and so are the scores, to the bit.
     rows.sort(key=lambda row: -len(row[0]))
     results = {}
     try:
-        for start in progress(range(0, len(rows), batch_size)[rank::world_size]):
+        for start in progress(range(0, len(rows), batch_size)[share::n_shares]):
             batch = rows[start:start + batch_size]
             if examples[0]["choices"]:
                 results |= log_likelihoods(model, batch)
@@ -217,8 +216,8 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
                 results |= zip(numbers, zip(*progress(steps)))  # from a list per position to one per example
     except ValueError as error:  # raised below: the other ranks are waiting there
         results["error"] = error
-    if world_size > 1:
-        parts = [None] * world_size
+    if n_shares > 1:
+        parts = [None] * n_shares
         dist.all_gather_object(parts, results)
         for part in parts:
             results |= part
@@ -260,7 +259,7 @@ def format_result(task, result):
 def task_hook(model, tokenizer, autocast, stage, config):
     """
     Loads the examples of config["eval_tasks"] and returns a training loop's hook(iter_num, done) -> dict for the log,
-    which scores config["eval_problems"] of each task, or all when done. All ranks call it.
+    which scores 64 examples of each task, evenly spaced, or all of them when the run is done. All ranks call it.
     """
     tasks = {task: load_examples(task, tokenizer, stage, config["task_dir"])
              for task in re.findall(r"\w+", config["eval_tasks"])}
@@ -269,7 +268,7 @@ def task_hook(model, tokenizer, autocast, stage, config):
         values = {}
         model.eval()
         for task, examples in tasks.items():
-            examples = subsample(examples, None if done else config["eval_problems"])
+            examples = subsample(examples, None if done else 64)
             try:
                 with autocast, torch.compiler.set_stance("force_eager"):
                     result = score(model, tokenizer, stage, examples, config["batch_size"])
@@ -301,9 +300,9 @@ if __name__ == "__main__":
         fail(f"--tasks={tasks} and no --data_dir: there is nothing to score; give one of them")
     if output and (Path(output).exists() or not Path(output).parent.is_dir()):
         fail(f"--output={output}: expected a new file, in a folder that exists")
-    rank, world_size, device = runtime.init_process(device)
+    this_rank, world_size, torch_device = init_process(device)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    model, meta = load_model(checkpoint, device)
+    model, meta = load_model(checkpoint, torch_device)
     tokenizer = get_tokenizer(meta["tokenizer"])
     print0(describe_model(meta))
     print0(f"reading {tasks or 'no task'} ...")
@@ -311,14 +310,14 @@ if __name__ == "__main__":
                 for task in re.findall(r"\w+", tasks)}
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
-    autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))
+    autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     with autocast, one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
         if data_dir:
             val_data = TokenDataset(data_dir, "val", model.config.max_seq_len)
             check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
             rows = min(len(val_data), eval_iters * batch_size)
-            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, device, rank, world_size,
-                                                progress)
+            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device, this_rank,
+                                                world_size, progress)
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
             print0(f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, "
                    f"{val_bpb:.4f} bits per byte, over {rows} of the {len(val_data)} rows of "
@@ -326,7 +325,7 @@ if __name__ == "__main__":
         for task in examples:
             results[task] = score(model, tokenizer, meta["stage"], examples[task], batch_size, max_new_tokens)
             print0(format_result(task, results[task]))
-    if output and rank == 0:
+    if output and this_rank == 0:
         Path(output).write_text(json.dumps(results, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()

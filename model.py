@@ -2,12 +2,12 @@
 GPT-2 and Llama-style transformers in one file.
 
     gpt2   LayerNorm with bias, learned positions, tanh GELU, biases, head tied to the embedding.
-           Radford et al. 2019; equals transformers' GPT2LMHeadModel. With gelu="exact" it equals nanoGPT's model.
+           Radford et al. 2019; equals transformers' GPT2LMHeadModel, or with gelu="exact" nanoGPT's model.
     llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head.
            Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM.
 
-Either with multi-head (mha) or multi-head latent attention (mla); llama with mla equals DeepseekV3ForCausalLM, all
-layers dense.
+Both come with multi-head (mha) or multi-head latent attention (mla). llama with mla equals DeepseekV3ForCausalLM with
+dense layers only.
 
 Shape letters in this file:
     B batch, T positions in this call, S positions in the cache, C = n_embd, V = vocab_size
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1  # ignore_index: a target with this value has no loss
-LOSS_CHUNK = 1024  # tokens whose logits exist at one time: 1024 * 50304 float32 are 206 MB
+LOSS_CHUNK = 1024  # tokens per chunk of the loss: 1024 * 50304 float32 logits are 206 MB
 
 
 @dataclass
@@ -36,11 +36,12 @@ class GPTConfig:
     n_embd: int = 768
     n_kv_head: int | None = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
-    embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which begins with a deviation of 1
+    embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
+    local_heads: bool = False  # llama: initialize heads to attend a few positions back; needs both norms above
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
-    norm_eps: float | None = None  # of a block's norms and the last; None: 1e-5, llama with mla DeepSeek's 1e-6
+    norm_eps: float | None = None  # of the norms between layers; None: 1e-5, llama with mla DeepSeek's 1e-6
     kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: 128, at most C / 2
     q_lora_rank: int | None = None  # mla, llama: latent width for queries; None: queries straight from x
     qk_nope_head_dim: int | None = None  # mla: width of a head's query without position; None: hd - the rope's
@@ -49,14 +50,14 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        """Fills in what is None. Raises ValueError, naming the field, for what cannot be built."""
+        """Replaces None by the derived value. Raises ValueError, naming the field, if no such model can be built."""
         gpt2, mla, C, hd = self.arch == "gpt2", self.attention == "mla", self.n_embd, self.n_embd // self.n_head
         # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
         derived = {"n_kv_head": self.n_head, "intermediate_size": 4 * C if gpt2 else 64 * math.ceil(C / 24),
                    "norm_eps": 1e-6 if mla and not gpt2 else 1e-5}
         if mla:
-            # A head's query and key, nope + rope, are as wide as its value. If they differed, SDPA's flash kernels
-            # would decline: CUDA would take its memory-efficient one, a CPU the plain one with all T x T weights.
+            # A head's query and key, nope + rope, are as wide as its value. If the widths differed, SDPA could not use
+            # its flash kernels: CUDA would fall back to the memory-efficient one, a CPU to all T x T weights.
             rope = 0 if gpt2 else self.qk_rope_head_dim or max(2, hd // 4 * 2)
             derived |= {"kv_lora_rank": min(128, C // 2), "qk_rope_head_dim": rope,
                         "qk_nope_head_dim": max(1, hd - rope), "v_head_dim": hd}
@@ -72,7 +73,9 @@ class GPTConfig:
         for name in NO_CHOICE[self.arch] + NO_CHOICE[self.attention]:
             value = derived.get(name, getattr(GPTConfig, name))
             expect(name, getattr(self, name) == value,
-                   f"expected {value}, as arch={self.arch} attention={self.attention} has no other")
+                   f"expected {value}: arch={self.arch} attention={self.attention} has no other")
+        expect("local_heads", not self.local_heads or self.qk_norm and self.embed_norm,
+               "expected False without qk_norm=True and embed_norm=True")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
         if not gpt2:
             rotated = self.qk_rope_head_dim if mla else hd
@@ -81,17 +84,15 @@ class GPTConfig:
 
 
 MLA_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Fields in which a variant has no choice. gpt2 with mla is a plain GPT-2 once keys and values are multiplied out.
+# Fields that a variant does not use. gpt2 with mla is a plain GPT-2 once keys and values are multiplied out.
 NO_CHOICE = {
-    "gpt2": ("n_kv_head", "qk_norm", "embed_norm", *MLA_SIZES[1:]), "llama": ("gelu",),
-    "mha": MLA_SIZES, "mla": ("n_kv_head", "qk_norm")}
+    "gpt2": ("n_kv_head", "qk_norm", "embed_norm", "local_heads", *MLA_SIZES[1:]), "llama": ("gelu",),
+    "mha": MLA_SIZES, "mla": ("n_kv_head", "qk_norm", "local_heads")}
 
 
 # -----------------------------------------------------------------------------
-# attention: one class per variant, chosen in Block below
-
-sdpa = F.scaled_dot_product_attention  # extras/block_attention.py puts its own here, for a model compiled for a CPU
-
+# attention: one class per variant, chosen in Block below. Each calls self.attend and, with a cache and a single new
+# position, self.decode; extras/cpu_attention.py replaces them on a model that is compiled for a CPU.
 
 def attend(q, k, v, mask, dropout):
     """
@@ -99,32 +100,31 @@ def attend(q, k, v, mask, dropout):
     mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
-    if q.size(2) == 1 and mask is not None and q.device.type == "cpu" and not dropout:  # SDPA is slow there
-        q = q.unflatten(1, (k.size(1), -1)).squeeze(3)
-        return decode_attention(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(1)[:, None]
     # no fast CUDA kernel takes grouped queries with a mask or in float32
     if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                                       enable_gqa=q.size(1) != k.size(1))
     return y.transpose(1, 2).flatten(2)
 
 
 def decode_attention(q, k, v, mask, scale):
     """
-    Attention from a cache, written out. q (B, nkv, G, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) -> (B, nkv, G, vd).
-    G = nh / nkv heads share each key. mask: (B, 1, 1, S) bool.
+    Attention of one new position over a cache. q (B, 1, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) ->
+    (B, 1, nh, vd). nh / nkv heads share each key. mask: (B, 1, 1, S) bool. scale: factor on the scores.
     """
-    # compiled for a CPU, multiply-and-sum becomes one loop that reads k and v where they lie; else matmuls are faster
-    fuse = torch.compiler.is_compiling() and q.device.type == "cpu"
-    scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1) if fuse else (q @ k.transpose(2, 3)).float()
-    p = (scores * scale).masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
-    return (p.unsqueeze(-1).float() * v.unsqueeze(2).float()).sum(3).type_as(q) if fuse else p @ v
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, nkv, S, hd)
+    q = q[:, 0].unflatten(1, (k.size(1), -1))  # (B, nkv, nh / nkv, hd)
+    scores = (q @ k.transpose(2, 3)).float() * scale  # (B, nkv, nh / nkv, S)
+    p = scores.masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
+    return (p @ v).flatten(1, 2)[:, None]
 
 
 def write_cache(cache, positions, *new):
     """
-    Writes each of `new` (B, T, heads, hd) into its cache tensor (B, heads, S, hd) at `positions` (B, T). A head's
-    keys are contiguous there, which a CPU reads several times faster. Returns the whole cache as (B, S, heads, hd).
+    Writes each of `new` (B, T, heads, hd) into its cache tensor (B, heads, S, hd) at `positions` (B, T). In this
+    layout the keys of a head are contiguous, which a CPU reads several times faster. Returns the whole cache as
+    (B, S, heads, hd).
     """
     row = torch.arange(positions.size(0), device=positions.device)[:, None]
     for old, values in zip(cache, new):
@@ -137,6 +137,7 @@ class GPT2Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.attend, self.decode = attend, decode_attention
         self.n_head, self.dropout = config.n_head, config.dropout
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
@@ -146,7 +147,9 @@ class GPT2Attention(nn.Module):
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)  # (B, T, nh, hd) each
         if cache is not None:
             k, v = write_cache(cache, positions, k, v)
-        return self.c_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+            if x.size(1) == 1:
+                return self.c_proj(self.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2))
+        return self.c_proj(self.attend(q, k, v, mask, self.dropout if self.training else 0.0))
 
 
 class LlamaAttention(nn.Module):
@@ -154,6 +157,7 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.attend, self.decode = attend, decode_attention
         self.dropout = config.dropout
         hd = self.head_dim = config.n_embd // config.n_head
         self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=False)
@@ -170,7 +174,9 @@ class LlamaAttention(nn.Module):
         k = apply_rotary_emb(self.k_norm(k.float()), rope).type_as(v)
         if cache is not None:
             k, v = write_cache(cache, positions, k, v)
-        return self.o_proj(attend(q, k, v, mask, self.dropout if self.training else 0.0))
+            if x.size(1) == 1:
+                return self.o_proj(self.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2))
+        return self.o_proj(self.attend(q, k, v, mask, self.dropout if self.training else 0.0))
 
 
 def apply_rotary_emb(x, rope):
@@ -186,23 +192,24 @@ def apply_rotary_emb(x, rope):
 
 class MLA(nn.Module):
     """
-    Multi-head latent attention (DeepSeek-V2, section 2.1, and its names). The keys and values of all heads are made
-    from one latent of kv_lora_rank numbers per token, c = kv_a(x): for each head k_nope = W_k c and v = W_v c.
-    llama: RMSNorm on the latent; and since W_k cannot be absorbed (below) through a rotation, positions have a part of
-    their own: qk_rope_head_dim more numbers in each query, and one such key per token, shared by the heads.
-    gpt2: x carries the positions already, so there is no such part, and no norm. Only queries and output keep GPT-2's
-    biases: one on the keys would add the same number to all scores of a query, which softmax ignores, and one on the
-    values would add a constant to the output, which has a bias.
+    Multi-head latent attention (DeepSeek-V2, section 2.1, and its names). The keys and values of all heads come from
+    one latent of kv_lora_rank numbers per token, c = kv_a(x): each head has k_nope = W_k c and v = W_v c.
+    llama: the latent has an RMSNorm. W_k cannot be absorbed (see below) through a rotation, so positions get their own
+    part: qk_rope_head_dim more numbers in each query, and one such key per token, shared by the heads.
+    gpt2: x already carries the positions, so there is no such part, and no norm. Only queries and output keep GPT-2's
+    biases: a bias on the keys would add the same number to all scores of a query, which softmax ignores, and one on
+    the values would add a constant to the output, which has a bias.
 
-    Training expands k and v and is ordinary attention. The cache holds c and the rotated key alone. A prompt is
-    expanded from it, too; decoding *absorbs* the up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query
-    is mapped into latent space once and meets the cached c directly; and the output, sum_s p_s (W_v c_s) =
+    Training expands k and v and is ordinary attention. The cache holds only c and the rotated key. Reading a prompt
+    expands them too. Decoding *absorbs* the up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is
+    mapped into latent space once and meets the cached c directly; and the output, sum_s p_s (W_v c_s) =
     W_v (sum_s p_s c_s), sums latents first and is projected up once. What remains is attention with one key,
-    [c, k_pe], for all heads, whose value is c itself.
+    [c, k_pe], shared by all heads, whose value is c itself.
     """
 
     def __init__(self, config):
         super().__init__()
+        self.attend, self.decode = attend, decode_attention
         c = self.config = config
         gpt2, q_width = c.arch == "gpt2", c.n_head * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         if c.q_lora_rank is None:
@@ -239,25 +246,24 @@ class MLA(nn.Module):
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         q = torch.cat((q_nope, q_pe), dim=-1)
         k = torch.cat((k_nope, k_pe.expand(-1, -1, c.n_head, -1)), dim=-1)
-        return self.o_proj(attend(q, k, v, mask, c.dropout if self.training else 0.0))
+        return self.o_proj(self.attend(q, k, v, mask, c.dropout if self.training else 0.0))
 
     def forward_absorbed(self, q_nope, q_pe, keys, mask):
         """Attention of one position over cached keys (B, S, 1, rank + rope), not expanded -> (B, 1, nh * v)."""
         c = self.config
-        up = self.kv_b_proj  # with an adapter (extras/lora.py) the weight is the merged one
+        up = self.kv_b_proj  # with an adapter (extras/lora.py) use the merged weight
         up = up.merged_weight() if hasattr(up, "merged_weight") else up.weight
         up = up.unflatten(0, (c.n_head, -1)).to(q_nope.dtype)
         up_k, up_v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         q_latent = torch.einsum("bthd,hdr->bthr", q_nope, up_k)
-        q = torch.cat((q_latent, q_pe), dim=-1)  # (B, 1, nh, rank + rope): heads as queries
-        keys = keys.transpose(1, 2)  # (B, 1, S, rank + rope)
+        q = torch.cat((q_latent, q_pe), dim=-1)  # (B, 1, nh, rank + rope)
         scale = 1 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
-        y = decode_attention(q, keys, keys[..., :c.kv_lora_rank], mask, scale)  # (B, 1, nh, rank)
+        y = self.decode(q, keys, keys[..., :c.kv_lora_rank], mask, scale)  # (B, 1, nh, rank)
         return torch.einsum("bthr,hdr->bthd", y, up_v).flatten(2)
 
 
 def interleaved_to_half(x):
-    """DeepSeek's weights rotate neighbours, (x[2i], x[2i + 1]): puts them where apply_rotary_emb expects a pair."""
+    """DeepSeek's weights rotate neighbours, (x[2i], x[2i + 1]): moves them to where apply_rotary_emb pairs them."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -380,7 +386,7 @@ class GPT(nn.Module):
             ln_f=build_norm(config),
         ))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.loss_fn = linear_cross_entropy  # of training; evaluation always has the plain one
+        self.loss_fn = linear_cross_entropy  # for training; evaluation always uses the plain cross entropy
         self.recompute = False  # activation checkpointing
         if config.arch == "gpt2":
             self.transformer["wpe"] = nn.Embedding(config.max_seq_len, config.n_embd)
@@ -399,10 +405,9 @@ class GPT(nn.Module):
         gpt2: N(0, 0.02), the projections into the residual stream divided by sqrt(2 * n_layer) so that its variance
         does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as in OpenAI's
         code.
-        llama: the papers do not say; the same 0.02 (transformers' initializer_range) and the same scaled projections.
+        llama: the papers do not say, so the same 0.02 (transformers' initializer_range) and scaled projections.
         embed_norm: the embedding is N(0, 1). The norm hides its scale from the output; a larger scale only makes the
         embedding's direction change more slowly at a given learning rate.
-        embed_norm with qk_norm: the embedding is N(1, 1), and heads begin local, see init_local_heads.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
@@ -417,15 +422,15 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
                 nn.init.normal_(p, std=0.02)
-        if self.config.embed_norm and self.config.qk_norm:
+        if self.config.local_heads:
             self.init_local_heads()
 
     @torch.no_grad()
     def init_local_heads(self):
         """
-        Lets the i-th key head of each layer begin with attention around the i-th position before the query, so that no
-        training goes into finding the neighbours. A constant added to all embeddings gives queries and keys a part
-        that is the same for every token; that of the i-th head's keys is rotated by i positions more.
+        Makes the i-th key head of each layer attend around the i-th position before the query, so that training need
+        not find the neighbours first. A constant added to all embeddings gives queries and keys a part that is the
+        same for every token; in the keys of the i-th head that part is rotated by i positions more.
         """
         c = self.config
         self.transformer.wte.weight += 1
@@ -437,10 +442,10 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """
         idx: (B, T) int64 token ids, T <= max_seq_len.
-        targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32; the
-        caller divides by the targets of its whole step, however many calls and ranks that takes. No targets -> logits
-        (B, T, V).
-        positions, mask, cache: see hidden_states. loss_inputs: what else loss_fn takes in training.
+        targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32. The
+        caller divides by the number of targets of its whole step, over all micro-batches and ranks. Without targets ->
+        logits (B, T, V).
+        positions, mask, cache: see hidden_states. loss_inputs: further arguments of loss_fn in training.
         """
         x = self.hidden_states(idx, positions, mask, cache)
         if targets is None:
@@ -450,12 +455,12 @@ class GPT(nn.Module):
 
     def hidden_states(self, idx, positions=None, mask=None, cache=None):
         """
-        idx (B, T) int64 -> (B, T, C), which lm_head turns into logits.
+        idx (B, T) int64 -> (B, T, C), the input of lm_head.
         positions: (B, T) int64; None: 0 .. T - 1.
         mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3), never at a later one; None:
         causal.
-        cache: from new_cache; keys and values are written there at `positions`, and each query sees what the cache
-        holds at or before its own position. Needs positions and no mask.
+        cache: from new_cache; keys and values are written there at `positions`, and each query sees the cache up to
+        its own position. Needs positions and no mask.
         """
         T = idx.size(1)
         if T > self.config.max_seq_len:
@@ -491,8 +496,8 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """
         FLOPs to train on one token of a row of T: 6 per weight, 4 if it is frozen, and 12 n_layer T C for attention
-        (Chowdhery et al. 2022, appendix B), with mla by the widths of its keys and values. Embedding tables are
-        looked up and cost none; a tied one counts as the head.
+        (Chowdhery et al. 2022, appendix B), with mla by the widths of its keys and values. Embedding lookups cost
+        none; a tied table counts as the head.
         """
         c = self.config
         table = "transformer.wpe.weight" if c.arch == "gpt2" else "transformer.wte.weight"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-import runtime
+from distributed import gather
 
 
 def newton_schulz(matrices):
@@ -85,7 +85,7 @@ class MuonAdamW(torch.optim.Optimizer):
             states, directions = [self.matrix_state(p) for p in batch], []
             for p, state in zip(batch, states):
                 momentum = state["momentum_buffer"].lerp_(p.grad, 1 - beta)
-                directions.append(runtime.gather(p.grad.lerp(momentum, beta)))  # Nesterov's
+                directions.append(gather(p.grad.lerp(momentum, beta)))  # Nesterov's
             updates, mean_square = self.muon_updates(
                 torch.stack(directions), torch.stack([state["row_mean_square"] for state in states]))
             for p, state, update, mean in zip(batch, states, updates, mean_square):

@@ -20,10 +20,10 @@ def configure_optimizer(model, config):
     The optimizer of a model's trainable parameters, in groups: hidden matrices, embeddings (and a head tied to them),
     an untied head, and vectors (biases, the weights of norms, what a loss function learns), which do not decay.
 
-    config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused where torch can; muon: Muon for the hidden matrices,
+    config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused if torch can; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
-    learning_rate is the peak of each group without a rate of its own: muon_lr, embedding_lr, head_lr, vector_lr. A
-    group's "lr_scale" is its rate over learning_rate; one schedule moves them all, see set_lr.
+    muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; groups without their own rate use
+    learning_rate. A group's "lr_scale" is its rate over learning_rate: one schedule moves them all.
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
     rates = {"matrices": config["muon_lr"] if muon else None, "embeddings": config["embedding_lr"],
@@ -40,14 +40,19 @@ def configure_optimizer(model, config):
     adamw = dict(betas=(config["beta1"], config["beta2"]), fused=groups[0]["params"][0].device.type in ("cpu", "cuda"))
     if muon:
         from muon import MuonAdamW
-        return MuonAdamW(groups, adamw)
-    return torch.optim.AdamW(groups, **adamw)
+        optimizer = MuonAdamW(groups, adamw)
+    else:
+        optimizer = torch.optim.AdamW(groups, **adamw)
+    # a resumed run restores the state, but the settings of the groups may have been changed
+    optimizer.register_load_state_dict_pre_hook(
+        lambda optimizer, loaded: {**loaded, "param_groups": optimizer.state_dict()["param_groups"]})
+    return optimizer
 
 
-def set_lr(optimizer, lr, iter_num):
+def set_lr_and_momentum(optimizer, lr, iter_num):
     """
-    Sets each group's learning rate, lr times its scale, and Muon's momentum, which rises from 0.85 to 0.95 over the
-    first 100 steps: early gradients are soon out of date.
+    Sets each group's learning rate, lr times its lr_scale, and Muon's momentum, which rises from 0.85 to 0.95 over the
+    first 100 steps, because early gradients are soon out of date.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
@@ -57,7 +62,7 @@ def set_lr(optimizer, lr, iter_num):
 
 def build_schedule(config, max_iters):
     """
-    Returns get_lr(it), the learning rate of step `it` (0 is the first). It rises linearly over warmup_iters, then
+    Returns get_lr(it), the learning rate of step `it`, counted from 0. It rises linearly over warmup_iters, then
 
         cosine    falls to min_lr along half a cosine until lr_decay_iters (Loshchilov & Hutter 2017),
         wsd       stays, then falls linearly to min_lr over the last wsd_decay_frac of lr_decay_iters:
@@ -95,5 +100,5 @@ def build_schedule(config, max_iters):
             raise ValueError(f"lr_schedule={schedule}: it has no formula here")
         return min_lr + coeff * (learning_rate - min_lr)
 
-    get_lr(max(warmup_iters, decay_iters - 1))  # so a schedule without a formula is found before the first step
+    get_lr(max(warmup_iters, decay_iters - 1))  # fail now rather than mid-run if a schedule has no formula
     return get_lr

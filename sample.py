@@ -8,6 +8,7 @@ Completes a prompt with a trained model, or chats with a chat model in the termi
 """
 import codecs
 import copy
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -15,22 +16,22 @@ from typing import Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-import runtime
 from checkpoint import describe_model, load_model
 from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
+from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
 from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
 
 @torch.no_grad()
 def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
     """
-    Continues a batch of prompts with a KV cache and a model in eval mode; yields, for each new position, a list of B
+    Continues a batch of prompts with a KV cache and a model in eval mode. Yields, for each new position, a list of B
     ids, None for rows that have stopped. Raises ValueError if the logits are not finite.
 
-    prompts: B lists of ids, of any lengths from 1 on. No row's logits depend on the others.
-    stop_ids: a row ends after one of them, which is yielded. sampling: what sample_logits takes; torch's seed decides.
+    prompts: B lists of ids, each of any length from 1 on. No row's logits depend on the others.
+    stop_ids: a row stops after one of them, which is yielded. sampling: arguments of sample_logits.
     A row that outgrows max_seq_len keeps its last max_seq_len + 1 - (ids still wanted) ids, but at least half of
-    max_seq_len: all positions change, so the cache is filled anew.
+    max_seq_len. All positions change then, so the cache is filled again.
     """
     device, max_len = model.lm_head.weight.device, model.config.max_seq_len
     rows, running, cache = list(map(list, prompts)), set(range(len(prompts))), None
@@ -43,7 +44,7 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
             positions = torch.arange(idx.size(1), device=device).expand_as(idx)
             cache = model.new_cache(len(rows), min(idx.size(1) + left, max_len), cache_dtype(device))
             model.hidden_states(idx, positions, cache=cache)
-        # the last position of the prompt is computed again, so that the first id is decoded in the shape of all others
+        # compute the last position of the prompt again, so that the first id is decoded in the shape of the others
         idx = torch.tensor([row[-1:] for row in rows], device=device)
         positions = torch.tensor([[len(row) - 1] for row in rows], device=device)
         logits = model(idx, positions=positions, cache=cache)[:, -1]
@@ -59,16 +60,16 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
 
 
 def cache_dtype(device):
-    """That of the matmuls: autocast's where it is on, else float32, the weights'."""
+    """The dtype of the matmuls: autocast's if it is on, else float32, like the weights."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
 
 
 def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_vocab=None):
     """
     One id per row of logits (B, V) float32 -> (B,) int64. temperature: 0 is greedy. top_k (0: off), top_p (Holtzman
-    et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0: off) are applied in this order as in transformers; but
-    of equal logits exactly top_k stay.
-    n_vocab: ids from here on, which pad the vocabulary, are never sampled.
+    et al. 2020; 1: off) and min_p (Nguyen et al. 2024; 0: off) are applied in this order, as in transformers, except
+    that exactly top_k logits stay if some are equal.
+    n_vocab: ids from here on pad the vocabulary and are never sampled.
     """
     logits = logits[:, :n_vocab]
     if temperature < 1e-20:  # greedy; a division by less may overflow
@@ -79,20 +80,29 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
     probs = logits.softmax(-1)
     if top_p < 1:
         likelier = probs.cumsum(-1) - probs
-        probs = probs.masked_fill(likelier >= max(top_p, 1e-20), 0.0)  # they make up top_p without it; 0: keeps one
+        probs = probs.masked_fill(likelier >= max(top_p, 1e-20), 0.0)  # drop what lies beyond top_p
     probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
     drawn = torch.multinomial(probs, 1)  # multinomial normalises
     return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)
 
 
+def fused_decode_attention(q, k, v, mask, scale):
+    """model.decode_attention for a compiler on a CPU: multiply and sum become one loop that reads k and v in place."""
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, nkv, S, hd)
+    q = q[:, 0].unflatten(1, (k.size(1), -1))  # (B, nkv, nh / nkv, hd)
+    scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1)  # (B, nkv, nh / nkv, S)
+    p = (scores * scale).masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
+    return (p.unsqueeze(-1).float() * v.unsqueeze(2).float()).sum(3).type_as(q).flatten(1, 2)[:, None]
+
+
 @torch.no_grad()
 def compile_step(model, batch):
     """
-    A model for generate with `batch` rows, from one in eval mode. It decodes compiled and reads prompts uncompiled.
-    One shape, one graph: its new_cache returns one cache of max_seq_len positions again and again. Call it under the
-    autocast that generate will run under: the matrices of `model`, which it shares, are converted to its dtype for
-    good, and must not change any more. (In eager mode autocast casts them once and caches the result; in a compiled
-    step it would cast all of them for each id.)
+    Returns a model for generate with `batch` rows, from one in eval mode. It decodes compiled and reads prompts
+    uncompiled. One shape, one graph: its new_cache returns the same cache of max_seq_len positions each time. Call it
+    under the autocast that generate will run under. It converts the matrices of `model`, which it shares, to that
+    dtype for good, and they must not change any more. (In eager mode autocast casts them once and caches the result;
+    in a compiled step it would cast all of them for each id.)
     """
     device = model.lm_head.weight.device
     dtype = cache_dtype(device)
@@ -100,6 +110,8 @@ def compile_step(model, batch):
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.to(dtype)
+    for block in model.transformer.h if device.type == "cpu" else ():
+        block.attn.decode = fused_decode_attention
     cache = model.new_cache(batch, model.config.max_seq_len, dtype)
     for tensor in sum(cache, []):
         torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
@@ -107,8 +119,8 @@ def compile_step(model, batch):
                              mode="reduce-overhead" if device.type == "cuda" else None)
     decoder = copy.copy(model)
     decoder.forward, decoder.new_cache = compiled, lambda *_: cache
-    # A CPU decodes one row in bfloat16 with inductor's own kernels, for which the weights are packed as constants: 1.2
-    # to 1.4 times the tokens/s for half a minute more of compiling. More rows, or float32, need kernels it lacks.
+    # On a CPU, one row in bfloat16 can use inductor's own kernels, for which it packs the weights as constants: 1.2 to
+    # 1.4 times the tokens/s for another half a minute of compiling. It lacks such kernels for more rows or float32.
     packed = device.type == "cpu" and dtype == torch.bfloat16 and batch == 1
     with torch._inductor.config.patch(
             {"freezing": True, "max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"} if packed else {}):
@@ -117,27 +129,30 @@ def compile_step(model, batch):
 
 
 def generation_limits(tokenizer, chat):
-    """generate's stop_ids and n_vocab. The chat tokens end a chat model's text; a base model has not learned them."""
+    """Arguments stop_ids and n_vocab of generate. A chat token stops a chat model; a base model has learned none."""
     special = chat_tokens(tokenizer).values() if chat else []
     return {"stop_ids": [tokenizer.eot_token, *special], "n_vocab": tokenizer.n_vocab + len(special)}
 
 
-def sample_hook(model, tokenizer, autocast, prompt, max_new_tokens, seed, chat=False):
-    """A loop's hook(iter_num, done) -> {} that prints what the model writes after `prompt`, a list of ids."""
+def sample_hook(model, tokenizer, autocast, prompt, stage, config):
+    """
+    Returns a training loop's hook(iter_num, done) -> {} that prints config["sample_tokens"] ids after `prompt`, a list
+    of ids. stage: base | chat.
+    """
     def hook(iter_num, done):
-        if runtime.eval_share(model)[0] > 0 or iter_num == 0 and not chat:
+        if eval_share(model)[0] > 0 or iter_num == 0 and stage == "base":
             return {}
-        torch.manual_seed(seed + iter_num)
+        torch.manual_seed(config["seed"] + iter_num)
         model.eval()
         try:
             with autocast, torch.compiler.set_stance("force_eager"):
-                tokens = generate(model, [prompt], max_new_tokens, temperature=0.8, top_k=200,
-                                  **generation_limits(tokenizer, chat))
+                tokens = generate(model, [prompt], config["sample_tokens"], temperature=0.8, top_k=200,
+                                  **generation_limits(tokenizer, stage == "chat"))
                 text = decode_chat(tokenizer, prompt[1:] + [token for token, in tokens])
         except ValueError as error:
             text = f"(none: {error})"
         model.train()
-        runtime.print0(f"----- sample\n{sanitize(text)}\n-----")
+        print0(f"----- sample\n{sanitize(text)}\n-----")
         return {}
 
     return hook
@@ -153,7 +168,7 @@ if __name__ == "__main__":
     temperature: NonNegativeFloat = 0.8  # 0 = greedy
     top_k: NonNegative = 200  # sample from this many likeliest tokens; 0 = all
     top_p: Fraction = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
-    min_p: Fraction = 0.0  # leave out tokens less likely than this fraction of the likeliest
+    min_p: Fraction = 0.0  # drop tokens less likely than this fraction of the likeliest
     seed: Seed | None = 1337  # sample i uses seed + i; None: a new text each time
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
@@ -163,13 +178,12 @@ if __name__ == "__main__":
         fail(f"--system={system}: needs --chat=True")
     if chat and num_samples > 1:
         fail(f"--num_samples={num_samples}: --chat=True answers once")
-    if prompt.startswith("FILE:"):
-        with one_line_errors(f"--prompt={prompt}"):
-            prompt = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+    with one_line_errors(f"--prompt={prompt}"):
+        text = Path(prompt[5:]).read_text(encoding="utf-8") if prompt.startswith("FILE:") else prompt
 
-    device = runtime.init_process(device)[2]
-    autocast = runtime.autocast(device, runtime.pick_dtype(dtype, device))
-    model, loaded = load_model(checkpoint, device)
+    _, _, torch_device = init_process(device)
+    autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
+    model, loaded = load_model(checkpoint, torch_device)
     print(describe_model(loaded))
     tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
     limits = generation_limits(tokenizer, chat)
@@ -179,12 +193,12 @@ if __name__ == "__main__":
             model = compile_step(model, 1)
 
     def write(beginning, ids, i):
-        """Prints `beginning` and, as it is generated, the text after ids, with seed + i. Returns that text."""
+        """Prints `beginning` and, while it is generated, the text after ids, with seed + i. Returns that text."""
         print(beginning, end="", flush=True)
         if seed is not None:
             torch.manual_seed(seed + i)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
-        text = ""
+        generated = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
                 for (token,) in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k,
@@ -193,7 +207,7 @@ if __name__ == "__main__":
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
                         print(sanitize(piece), end="", flush=True)
-                        text += piece
+                        generated += piece
         except KeyboardInterrupt:
             if not chat:
                 raise
@@ -201,28 +215,28 @@ if __name__ == "__main__":
         print(decoder.decode(b"", final=True))  # half a character
         if len(ids) > max_len + 1:  # the last one is not read
             print(f"(that is longer than the model's {max_len} positions: it has forgotten the beginning)")
-        return text
+        return generated
 
     # completion
     if not chat:
         with one_line_errors("--prompt"):
-            ids = [tokenizer.eot_token, *encode(tokenizer, prompt).tolist()]  # a special token in the prompt is text
+            ids = [tokenizer.eot_token, *encode(tokenizer, text).tolist()]  # a special token in the prompt is text
         for i in range(num_samples):
             print(f"----- sample {i + 1}")
-            write(prompt, ids, i)
+            write(text, ids, i)
         raise SystemExit(0)
 
     # chat
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
-    if not prompt:
+    if not text:
         with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()
         print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer")
     system_message = [{"role": "system", "content": system}] if system else []
     messages = []
     with suppress(EOFError, KeyboardInterrupt):
-        while (message := prompt or input("\nyou: ").strip()) != "/quit":
+        while (message := text or input("\nyou: ").strip()) != "/quit":
             if message == "/reset":
                 messages = []
                 print("(a new conversation)")
@@ -234,5 +248,5 @@ if __name__ == "__main__":
                     del messages[:2]
                 ids.append(chat_tokens(tokenizer)["assistant"])
                 messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
-            if prompt:
+            if text:
                 break

@@ -30,6 +30,15 @@ def read_shard(path):
         return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
 
 
+def read_headerless(path):
+    """nanoGPT's train.bin or val.bin, GPT-2 tokens without a header, memory-mapped: (n,) uint16."""
+    with one_line_errors(path):
+        size = os.path.getsize(path)
+        if size % 2 or size < 4:
+            raise ValueError(f"{size} bytes are no array of uint16 tokens")
+        return np.memmap(path, dtype="<u2", mode="r")
+
+
 def read_meta(data_dir):
     """meta.json of a folder of shards, a dict with at least tokenizer. Without it they are gpt2's."""
     path = Path(data_dir) / "meta.json"

@@ -5,6 +5,7 @@
 arch = "llama"
 qk_norm = True
 embed_norm = True
+local_heads = True
 optimizer = "muon"
 muon_lr = 0.03
 learning_rate = 0.01

@@ -1,39 +1,41 @@
 """
-Attention for a model that is compiled for a CPU. Below 768 positions torch's scaled_dot_product_attention takes small
-blocks there, and twice the time of these.
+Attention for a model that is compiled for a CPU. Below 768 positions torch's scaled_dot_product_attention works in
+smaller blocks there and takes twice as long.
 """
 import math
 
 import torch
 import torch.nn.functional as F
 
-import model
+from model import attend
 
 
-def install():
-    """Every model of this process has it from here on."""
-    model.sdpa = sdpa
+def attach_block_attention(model):
+    """Makes a GPT attend in blocks of queries where that is faster."""
+    for block in model.transformer.h:
+        block.attn.attend = attend_in_blocks
 
 
-def sdpa(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa):
-    """F.scaled_dot_product_attention, in blocks where they are faster. attn_mask: as in model.attend."""
-    if dropout_p or not torch.compiler.is_compiling() or not q.size(2) == k.size(2) < 768:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
-    if enable_gqa:
+def attend_in_blocks(q, k, v, mask, dropout):
+    """model.attend, in blocks if it is being compiled, without dropout, over fewer than 768 positions."""
+    if dropout or not torch.compiler.is_compiling() or not q.size(1) == k.size(1) < 768:
+        return attend(q, k, v, mask, dropout)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, hd)
+    if q.size(1) != k.size(1):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return BlockAttention.apply(q, k, v, attn_mask)
+    return BlockAttention.apply(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 class BlockAttention(torch.autograd.Function):
     """
-    Attention of 128 queries at a time with the keys up to theirs, written out for a compiler. So is its backward:
-    derived from the slices, it would add up the blocks' gradients of the keys transposed and through masks, and take
-    half as long again.
+    Attention of 128 queries at a time over the keys up to the last of them, written out for a compiler. The backward
+    is written out as well: autograd's, derived from the slices, would sum the key gradients of the blocks transposed
+    and through masks, and take 1.5 times as long.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
-        """q, k, v (B, nh, T, .); mask: as in model.attend, a key or more for each query -> (B, nh, T, vd)."""
+        """q, k, v (B, nh, T, hd or vd); mask: as in model.attend, at least one key per query -> (B, nh, T, vd)."""
         if mask is None:
             positions = torch.arange(q.size(2), dtype=torch.float32, device=q.device)  # compared faster than integers
             mask = positions <= positions[:, None]

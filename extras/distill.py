@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-import runtime
+import runtime_gone
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import Fraction, NonNegative, fail, load_extra
 from dataloader import epoch_permutation

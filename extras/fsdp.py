@@ -10,11 +10,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from configurator import fail
 
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+
 
 def apply_fsdp(model, device, dtype, options):
     """
-    Compiles (options: of torch.compile, or None) and shards a GPT in place, and returns it. Parameters are gathered in
-    `dtype`, gradients are reduced in float32.
+    Compiles (options: of torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`,
+    gradients are reduced in float32.
     """
     if not dist.is_initialized():
         fail("--shard_teacher=True or --fsdp=True: expected several ranks; start with torchrun")
@@ -29,28 +31,43 @@ def apply_fsdp(model, device, dtype, options):
         fully_shard(block, **settings)
     fully_shard(model, **settings)
     register_fsdp_forward_method(model, "hidden_states")
-    return model
 
 
-def get_state(model, optimizer):
+class ShardedModel:
     """
-    The state dicts of a sharded model and its optimizer, whole, on the CPU of rank 0, and {} elsewhere; collective.
+    The entry "model" of a checkpoint: the trained weights of a sharded model, whole, on the CPU of rank 0, {} on the
+    other ranks. All ranks call both methods; each has read the whole checkpoint before load_state_dict.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    weights = get_model_state_dict(model, options=options)
-    named = get_optimizer_state_dict(model, optimizer, options=options)
-    if dist.get_rank() > 0:
-        return {}, {}
-    number = {name: i for i, name in enumerate(name for group in named["param_groups"] for name in group["params"])}
-    return weights, {"state": {number[name]: state for name, state in named["state"].items()},
-                     "param_groups": optimizer.state_dict()["param_groups"]}
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        weights = get_model_state_dict(self.model, options=WHOLE)
+        return weights if dist.get_rank() == 0 else {}
+
+    def load_state_dict(self, weights):
+        frozen = any(not p.requires_grad for p in self.model.parameters())  # LoRA: only the adapters are there
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True, strict=not frozen))
 
 
-def load_state(model, optimizer, checkpoint):
-    """The reverse, from a checkpoint that every rank has read. The settings of the optimizer's groups stay."""
-    options = StateDictOptions(full_state_dict=True, strict="lora" not in checkpoint)
-    set_model_state_dict(model, checkpoint["model"], options=options)
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    names = [name for group in groups for name in group["params"]]  # by their numbers
-    state = {names[i]: values for i, values in checkpoint["optimizer"]["state"].items()}
-    set_optimizer_state_dict(model, optimizer, {"state": state, "param_groups": groups}, options=options)
+class ShardedOptimizer:
+    """The entry "optimizer", likewise. Its parameters are numbered, as in torch's own state dicts, not named."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        named = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+        if dist.get_rank() > 0:
+            return {}
+        names = [name for group in named["param_groups"] for name in group["params"]]
+        return {"state": {i: named["state"][name] for i, name in enumerate(names) if name in named["state"]},
+                "param_groups": self.optimizer.state_dict()["param_groups"]}
+
+    def load_state_dict(self, numbered):
+        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]  # their settings stay
+        names = [name for group in groups for name in group["params"]]
+        state = {names[i]: values for i, values in numbered["state"].items()}
+        set_optimizer_state_dict(self.model, self.optimizer, {"state": state, "param_groups": groups},
+                                 options=StateDictOptions(full_state_dict=True))

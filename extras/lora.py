@@ -1,6 +1,6 @@
 """
-LoRA (Hu et al. 2021): freezes the model and trains low-rank adapters; a checkpoint holds the adapters alone, with the
-path and the digest of their base. Every script merges base and adapters when it loads one.
+LoRA (Hu et al. 2021, --lora_rank=16): freezes the model and trains low-rank adapters. A checkpoint holds the adapters
+alone, with the path and the fingerprint of their base; checkpoint.py merges the two when a script loads one.
 """
 import math
 import os
@@ -9,31 +9,27 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from checkpoint import GPT2_MODELS, digest_weights, load_checkpoint
-from configurator import Annotated, BelowOne, fail
-from runtime import print0
-
-lora_alpha: Annotated[float, 1e-6, math.inf] = 32.0  # adapters are scaled by lora_alpha / lora_rank
-lora_dropout: BelowOne = 0.0  # on the adapters' input
-lora_targets: str = "all"  # matrices that get an adapter: all, attn, mlp, or names, e.g. q_proj,v_proj,mlp.c_proj
+from checkpoint import fingerprint, load_base
+from configurator import fail
+from distributed import print0
 
 
 class LoRALinear(nn.Linear):
     """
     y = W x + b + alpha / rank B A dropout(x), with A (rank, in), B (out, rank); W and b are those of `linear`. B
     starts at zero, so the model starts as it was; A as in the paper's code. alpha / rank keeps the size of an update
-    about the same for any rank (section 4.1), so that another rank needs no other learning rate.
+    about the same for any rank (section 4.1), so that you need not tune the learning rate again for another rank.
     """
 
-    def __init__(self, linear, rank):
+    def __init__(self, linear, rank, alpha, dropout):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.scale = lora_alpha / rank
-        self.drop = nn.Dropout(lora_dropout)
+        self.scale = alpha / rank
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x):
         return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_A), self.lora_B)
@@ -43,31 +39,46 @@ class LoRALinear(nn.Linear):
         return self.weight + self.scale * (self.lora_B @ self.lora_A)
 
 
-def add_adapters(model, rank):
+def add_adapters(model, targets, rank, alpha, dropout):
     """
-    Freezes a GPT and gives the matrices of its blocks that lora_targets names an adapter; seed torch's global
-    generator first. Ends the program for a target that no matrix has.
+    Freezes a GPT and gives an adapter to the matrices of its blocks that `targets` names (all, attn, mlp, or names
+    like q_proj,mlp.c_proj). Draws from torch's global generator: seed it first. Fails if no matrix has such a name.
     """
-    blocks, names = model.transformer.h, {}  # 0.mlp.c_proj -> what may name it: all, mlp, c_proj, mlp.c_proj
+    blocks, names = model.transformer.h, {}  # 0.mlp.c_proj -> its names as a target: all, mlp, c_proj, mlp.c_proj
     for path, module in blocks.named_modules():
         if isinstance(module, nn.Linear):
             name = path.partition(".")[2]
             names[path] = {"all", name, *name.split(".")}
-    known = set().union(*names.values())
-    targets = {target.strip() for target in lora_targets.split(",")}
-    if targets - known:
-        fail(f"--lora_targets={lora_targets}: no matrix {min(targets - known)!r} in this model; expected some of "
+    known, wanted = set().union(*names.values()), {target.strip() for target in targets.split(",")}
+    if wanted - known:
+        fail(f"--lora_targets={targets}: no matrix {min(wanted - known)!r} in this model; expected some of "
              f"{', '.join(sorted(known))}")
     model.requires_grad_(False)
     for path in names:
-        if targets & names[path]:
-            blocks.set_submodule(path, LoRALinear(blocks.get_submodule(path), rank))
+        if wanted & names[path]:
+            blocks.set_submodule(path, LoRALinear(blocks.get_submodule(path), rank, alpha, dropout))
+
+
+class Adapters:
+    """The entry "model" of a LoRA run's checkpoint: the parameters that train."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in trained}
+
+    def load_state_dict(self, adapters):
+        if adapters.keys() != self.state_dict().keys():
+            raise ValueError("its adapters are on other matrices")
+        self.model.load_state_dict({**self.model.state_dict(), **adapters})
 
 
 class Lora:
     """
-    Adds adapters to a model whose weights are the base's, loaded here if the run is resumed. Its state is the entry
-    "lora" of a checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
+    Adds adapters to a model whose weights are the base's; on resume it loads them. Its state is the entry "lora" of a
+    checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
     """
 
     def __init__(self, model, config, checkpoint, resuming):
@@ -75,14 +86,15 @@ class Lora:
         if config["optimizer"] != "adamw":
             fail(f"--optimizer={config['optimizer']}: adapters (--lora_rank) train with adamw")
         if resuming:
-            model.load_state_dict(load_base(checkpoint))  # the rest comes with load_state_dict
+            model.load_state_dict(load_base(checkpoint))  # the adapters follow when the run is restored
+            self.base = checkpoint["lora"]
         else:
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")
-            self.base = {"alpha": lora_alpha, "path": path, "absolute": os.path.abspath(path),
+            self.base = {"alpha": config["lora_alpha"], "path": path, "absolute": os.path.abspath(path),
                          "fingerprint": fingerprint(checkpoint)}
         torch.manual_seed(config["seed"])
-        add_adapters(model, config["lora_rank"])
+        add_adapters(model, config["lora_targets"], config["lora_rank"], config["lora_alpha"], config["lora_dropout"])
         n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         print0(f"LoRA: {n_trained:,} of {sum(map(torch.numel, model.parameters())):,} parameters train")
 
@@ -91,34 +103,3 @@ class Lora:
 
     def load_state_dict(self, base):
         self.base = base
-
-
-def load_base(checkpoint):
-    """The weights that the adapters of a LoRA run's checkpoint were trained on, found by path and digest."""
-    base = checkpoint["lora"]
-    for place in (base["absolute"], base["path"]):
-        if os.path.exists(place) or place in GPT2_MODELS:
-            candidate = load_checkpoint(place, merge=False)
-            if fingerprint(candidate) == base["fingerprint"]:
-                return candidate["model"]
-    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {base['absolute']} or "
-         f"{base['path']}, but there is nothing, or other weights are there now")
-
-
-def merge_into_base(checkpoint):
-    """Turns a LoRA run's checkpoint into that of a plain model, in place."""
-    adapters, weights = checkpoint["model"], load_base(checkpoint)
-    for name, A in adapters.items():
-        if name.endswith("lora_A"):
-            B = adapters[name.replace("lora_A", "lora_B")]
-            target = name.replace("lora_A", "weight")
-            weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
-    checkpoint["model"] = weights
-
-
-def fingerprint(checkpoint):
-    """
-    SHA-256 of a checkpoint's weights. The rows that pad a GPT-2 vocabulary on import, from 50257 on, are left out:
-    they are means, whose last bits depend on the machine.
-    """
-    return digest_weights(None, checkpoint["model"], rows=50257)

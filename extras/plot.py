@@ -3,14 +3,10 @@ Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate,
 """
 import json
 
-from runtime import print0, rank
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
-try:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-except ImportError as error:
-    print0(f"loss.png is not drawn: {error} (pip install matplotlib)")
-    Figure = None
+from distributed import rank
 
 LABELS = {"train_loss": "train loss (nats per token)", "val_loss": "val loss", "lr": "learning rate",
           "grad_norm": "gradient norm", "tok_per_sec": "tokens/s"}
@@ -18,8 +14,8 @@ LABELS = {"train_loss": "train loss (nats per token)", "val_loss": "val loss", "
 
 def read_log(path):
     """
-    The entries of a log.jsonl. What was logged after the checkpoint that a resumed run started from is dropped, and
-    half lines of runs that were killed.
+    The entries of a log.jsonl, without half lines of runs that were killed, and without what was logged after the
+    checkpoint from which a run was resumed.
     """
     entries = []
     for line in open(path, encoding="utf-8", errors="replace"):
@@ -52,7 +48,7 @@ def draw(log, picture):
 
 def plot_hook(out_dir):
     def hook(iter_num, done):
-        if Figure and rank() == 0:
+        if rank() == 0:
             try:
                 draw(f"{out_dir}/log.jsonl", f"{out_dir}/loss.png")
             except Exception as error:  # a picture is no reason to stop

@@ -1,8 +1,8 @@
 """
 --sanity_check=True: looks for what keeps a model from learning, on one micro-batch, and exits.
 
-The first loss against ln(vocabulary), gradients that are missing, not finite or vanish, dead MLP units, and whether
-the model can overfit the micro-batch in 100 steps. Exit code 0 if all is well, else 1.
+Checks the first loss against ln(vocabulary), looks for gradients that are missing, not finite or vanishing and for
+dead MLP units, and tries to overfit the micro-batch in 100 steps. Exits with code 0 if all is well, else 1.
 """
 import math
 from collections import Counter
@@ -17,14 +17,14 @@ MLP_INPUTS = ("mlp.c_fc.weight", "mlp.up_proj.weight", "mlp.c_fc.lora_B", "mlp.u
 
 
 def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100):
-    """batch: what GPT.forward takes; model and optimizer are not the same afterwards."""
+    """batch: arguments of GPT.forward. Changes model and optimizer, and exits."""
     if world_size > 1:
         fail("--sanity_check=True: start it without torchrun")
     model.eval()  # for the plain cross entropy, without a teacher's, and without dropout
     targets = (batch["targets"] != IGNORE).sum()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad and "loss_fn" not in name}
     for p in params.values():
-        p.grad = torch.zeros_like(p)  # what gets no gradient keeps this one
+        p.grad = torch.zeros_like(p)  # a parameter without a gradient keeps this one
     norms, results = Counter(), []
 
     def report(ok, text):
@@ -40,7 +40,7 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
             if from_scratch:
                 report(abs(first / expected - 1) < 0.05,
                        f"the first loss is {first:.3f}; ln(vocabulary) is {expected:.3f}")
-        if step < 3:  # the gradients of what LoRA's zeros multiply come a step later
+        if step < 3:  # lora_A gets its first gradient a step later, since lora_B starts at zero
             for name, p in params.items():
                 norms[name] += p.grad.norm().item()
         if step == 2:

@@ -101,8 +101,8 @@ def run_forked(script, args, cwd, env, outputs):
     """In the fork: what python SCRIPT ARGS does, its two streams into the files `outputs`."""
     gc.freeze()  # what was imported before is not searched for garbage
     os.environ.update(env)
-    import runtime
-    runtime.peak_flops = lambda *_: 1e12  # measuring takes as long as four steps, with float16 20 s
+    import machine
+    machine.peak_flops = lambda *_: 1e12  # measuring takes as long as four steps, with float16 20 s
     with suppress(ImportError):  # a picture takes longer than the 20 steps it is of: test_plot.py has them drawn
         from matplotlib.figure import Figure
         Figure.savefig = lambda *_: None
@@ -201,18 +201,18 @@ class Program:
 
 def patched(folder, script, patch):
     """A script that runs another with something replaced: what goes wrong there."""
-    (folder / "patched.py").write_text(f"import runpy, runtime, checkpoint, sys, time\n{patch}\n"
+    (folder / "patched.py").write_text(f"import runpy, checkpoint, sys, time\n{patch}\n"
                                        f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n")
     return folder / "patched.py"
 
 
 def fail_writes(steps):
-    """A patch: write_checkpoint fails at these steps, once for each mention, and the pause after it is short."""
-    return (f"write, sleep, steps = checkpoint.write_checkpoint, time.sleep, {steps}\n"
+    """A patch: write_checkpoint fails at these steps, once for each mention."""
+    return (f"write, steps = checkpoint.write_checkpoint, {steps}\n"
             f"def failing(out_dir, contents, *rest):\n"
             f"    if contents['iter_num'] not in steps:\n        return write(out_dir, contents, *rest)\n"
-            f"    steps.remove(contents['iter_num'])\n    return False\n"
-            f"checkpoint.write_checkpoint, time.sleep = failing, lambda seconds: sleep(min(seconds, 0.1))\n")
+            f"    steps.remove(contents['iter_num'])\n    raise OSError('no space')\n"
+            f"checkpoint.write_checkpoint = failing\n")
 
 
 def refused(script, *args):

@@ -1,0 +1,85 @@
+"""torch.compile and DDP around a model: one fixed shape, and everything compiled before the first step."""
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from configurator import fail, format_error
+from distributed import is_sharded, print0
+from model import IGNORE
+
+
+def compile_error(device, backend):
+    """Why torch.compile cannot work here (no C++ compiler, no Triton, ...), in one line; None if it can."""
+    if backend not in torch._dynamo.list_backends(None):
+        fail(f"--compile_backend={backend}: expected one of {', '.join(torch._dynamo.list_backends(None))}")
+    try:
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(8, device=device))
+    except Exception as error:
+        return format_error(error.__cause__ or error)
+
+
+def compile_options(config, device):
+    """Arguments of torch.compile; None with --compile=False, and, with a warning, where it cannot work."""
+    if config["compile"]:
+        error = compile_error(device, config["compile_backend"])
+        if not error:
+            return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
+        print0(f"WARNING: torch.compile cannot work here ({error}): running uncompiled, slower")
+    print0("not compiled")
+
+
+def wrap_model(orig_model, device, options):
+    """
+    Compiles a model (options: of torch.compile, or None) and distributes it. Returns the one that trains, and the one
+    that evaluates, without DDP. FSDP has compiled and sharded its blocks already.
+    """
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
+    if is_sharded(orig_model):
+        return orig_model, orig_model
+    orig_model.to(device)
+    compiled = torch.compile(orig_model, **options) if options else orig_model
+    if options and options["mode"] in ("reduce-overhead", "max-autotune"):
+        # CUDA graphs overwrite a gradient when they run again; micro-batches add theirs to a copy
+        for p in orig_model.parameters():
+            if p.requires_grad:
+                p.register_hook(torch.clone)
+    if not dist.is_initialized():
+        return compiled, compiled
+    ddp = DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    # buffers are constants, or sums that are reduced when logged; set here, as torch 2.13 renamed the argument
+    ddp.broadcast_buffers = False
+    return ddp, compiled
+
+
+def warm_up(model, compiled, optimizer, batch, autocast, options):
+    """
+    Compiles the graphs of training and evaluation: a graph compiled later counts as a recompile. DDP needs the
+    backward as well: its first one fixes the gradient buckets, and from three ranks on their layout is the order of
+    summation, so a resumed run would otherwise differ in the last bits. Returns seconds.
+    """
+    start = time.perf_counter()
+    if not options and not dist.is_initialized():
+        return 0.0
+    if options:
+        print0(f"compiling, backend {options['backend']}, mode {options['mode'] or 'default'} ...")
+    batch = {**batch, "targets": torch.full_like(batch["targets"], IGNORE)}
+    with autocast:
+        model(**batch).backward()
+    optimizer.zero_grad()
+    if options and hasattr(optimizer, "compile"):
+        optimizer.compile(options["backend"])
+    with torch.no_grad(), autocast:
+        inputs = ("idx", "targets", "positions", "mask")  # without a teacher's
+        compiled.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
+    compiled.train()
+    if options:
+        print0(f"compiled in {time.perf_counter() - start:.0f} s")
+    return time.perf_counter() - start
+
+
+def graphs_compiled():
+    """Graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

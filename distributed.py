@@ -1,0 +1,137 @@
+"""The processes of a run: ranks, device and precision; sums, gradients and seeds that the ranks agree on."""
+import math
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from configurator import fail, format_error
+from interrupt import excepthook
+
+# Linux: use transparent huge pages for CPU tensors of 2 MB or more (1 page fault instead of 512), as NumPy does. Must
+# be set before PyTorch allocates its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def print0(*words):
+    """Print on rank 0 only."""
+    if rank() == 0:
+        print(*words, flush=True)
+
+
+def init_process(device):
+    """
+    Init torch.distributed under torchrun and pick the device. device: auto, cpu, cuda, cuda:N or mps.
+    Returns rank, world_size, torch.device.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    sys.excepthook = excepthook
+    for stream in (sys.stdin, sys.stdout):  # print a character that the terminal cannot show as ?
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "cuda":  # under torchrun one GPU per rank
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    elif world_size > 1 and device != "cpu":
+        fail(f"--device={device}: under torchrun expected cuda, which gives each rank its own GPU, or cpu")
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # maybe on this rank alone: more ranks than GPUs
+        fail(f"--device={device}: {format_error(error)}; expected auto, cpu, cuda, cuda:N or mps; torchrun needs one "
+             f"GPU per rank", alone=True)
+    device = torch.device(device)
+    torch.set_float32_matmul_precision("high")  # TF32
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
+        # (torch 2.13, gloo), so each start has its own prefix. On several machines no number tells one start from
+        # another.
+        start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+        store = dist.PrefixStore(f"start {start}", next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
+                                device_id=device if cuda else None)
+    return rank(), world_size, device
+
+
+def local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size):
+    """Micro-steps of each rank: the setting counts those of the whole job and must be divisible by world_size."""
+    if gradient_accumulation_steps % world_size:
+        rows = batch_size * gradient_accumulation_steps
+        multiples = range(gradient_accumulation_steps // world_size * world_size + world_size, rows + 1, world_size)
+        advice = next((f"give --gradient_accumulation_steps={steps} --batch_size={rows // steps}: the same {rows} rows"
+                       for steps in multiples if rows % steps == 0), f"{rows} rows cannot be shared equally")
+        fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: expected a multiple of {world_size}, the "
+             f"number of ranks; {advice}")
+    return gradient_accumulation_steps // world_size
+
+
+def pick_dtype(dtype, device):
+    """auto -> bfloat16 if the device supports (and does not emulate) it, else float16 with CUDA, float32 elsewhere."""
+    if dtype != "auto":
+        return dtype
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return "bfloat16"
+    return "float32"
+
+
+def make_autocast(device, dtype):
+    """The context for forward passes; weights and optimizer state stay in float32."""
+    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
+
+
+def step_seed(seed, step, rank):
+    """Seeds everything random in one step on one rank, so no random state has to be saved."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2 ** 63
+
+
+def all_reduce(first, *more):
+    """Sums over the ranks of a scalar tensor and of more numbers, as floats."""
+    values = torch.stack([first, *(torch.as_tensor(value).to(first) for value in more)])
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values.tolist()
+
+
+def is_sharded(model):
+    return hasattr(model, "set_requires_gradient_sync")  # an FSDP module
+
+
+def set_gradient_sync(model, sync):
+    """Whether the next backward averages gradients over the ranks: only the last one of a step needs to."""
+    if is_sharded(model):
+        model.set_requires_gradient_sync(sync)
+    elif dist.is_initialized():
+        model.require_backward_grad_sync = sync
+
+
+def gather(tensor):
+    """The whole of a tensor that may be sharded. All ranks call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def clip_grad_norm(model, max_norm):
+    """
+    Clips the gradients of a model, without those of its loss function, to max_norm (0: off). Returns their norm before
+    clipping. If the norm is not finite, they stay as they are.
+    """
+    params = [p for name, p in model.named_parameters() if not name.startswith("loss_fn.")]
+    total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    norm = gather(total).item()
+    if max_norm and math.isfinite(norm):
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return norm
+
+
+def eval_share(model):
+    """rank, world_size for sharing out sampling and scoring: a sharded model does all of it on all ranks together."""
+    return (0, 1) if is_sharded(model) or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())

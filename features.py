@@ -1,0 +1,86 @@
+"""
+Attaches the optional features that a run's settings ask for. Both training loops call these functions; each feature of
+extras/ is one file, imported only if it is used, and can be deleted with its lines here.
+"""
+from configurator import one_line_errors
+from distributed import print0
+
+deleted = one_line_errors(advice="a setting asks for this file, which is not here", errors=ModuleNotFoundError)
+
+
+@deleted
+def change_model(model, loader, num_rows, config, dtype, options, checkpoint, resuming, state, metrics):
+    """
+    What changes the model or its loss, before the model is compiled and distributed. num_rows: rows of the whole run;
+    options: of torch.compile, or None. Adds to `state` and `metrics`.
+    """
+    if config.get("lora_rank"):
+        from extras.lora import Adapters, Lora
+        state["lora"] = Lora(model, config, checkpoint, resuming)
+        state["model"] = Adapters(model)
+    if config["teacher"]:
+        from extras.distill import Distillation
+        state["teacher"] = distillation = Distillation(
+            model, loader, num_rows, config.get("chat_dir") or config["data_dir"], config, dtype, options,
+            checkpoint if resuming else None)
+        metrics.append(distillation.metrics)
+    if options and loader.device.type == "cpu":
+        try:
+            from extras.block_attention import attach_block_attention
+            attach_block_attention(model)
+        except ModuleNotFoundError:
+            print0("extras/block_attention.py is not here: attention is slower on a CPU")
+    if config["fsdp"]:
+        from extras.fsdp import ShardedModel, apply_fsdp
+        apply_fsdp(model, loader.device, dtype, options)
+        state["model"] = ShardedModel(model)
+
+
+@deleted
+def change_training(model, optimizer, max_iters, config, checkpoint, state, metrics):
+    """
+    What changes training, once the optimizer is made. Adds to `state` and `metrics`. Returns gradient_hooks, the guard
+    that rolls back after a spike, or None, and trackers, functions that take each line of the log.
+    """
+    gradient_hooks, guard, trackers = [], None, []
+    if config["fsdp"]:
+        from extras.fsdp import ShardedOptimizer
+        state["optimizer"] = ShardedOptimizer(model, optimizer)
+    if config["sparsity"]:
+        from extras.prune import Pruner
+        state["masks"] = pruner = Pruner(model, optimizer, config, max_iters, checkpoint)
+        gradient_hooks.append(pruner.mask_gradients)
+        metrics.append(pruner.metrics)
+    if config["optimizer"] == "adamw_spam":
+        from extras.spam import spam_hook
+        gradient_hooks.append(spam_hook(optimizer, config))
+    if config["spike_loss"] or config["spike_norm"]:
+        from extras.rollback import SpikeGuard
+        state["health"] = guard = SpikeGuard(config, optimizer)
+        gradient_hooks.append(guard.scale_lr)
+        metrics.append(guard.metrics)
+    if config["wandb_log"] or config["tensorboard"]:
+        from extras.trackers import Trackers
+        state["trackers"] = tracker = Trackers(config)
+        trackers.append(tracker)
+    return gradient_hooks, guard, trackers
+
+
+def evaluation_hooks(model, tokenizer, autocast, prompt, config, stage):
+    """
+    What each evaluation shows besides the loss: functions hook(iter_num, done) that return a dict for the log. prompt:
+    the ids that the sample continues. stage: base | chat.
+    """
+    hooks = []
+    if config["sample_tokens"]:
+        from sample import sample_hook
+        hooks.append(sample_hook(model, tokenizer, autocast, prompt, stage, config))
+    if config["eval_tasks"]:
+        from evaluate import task_hook
+        hooks.append(task_hook(model, tokenizer, autocast, stage, config))
+    try:
+        from extras.plot import plot_hook
+        hooks.append(plot_hook(config["out_dir"]))
+    except ImportError as error:
+        print0(f"loss.png is not drawn: {error} (pip install matplotlib)")
+    return hooks

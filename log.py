@@ -1,0 +1,130 @@
+"""The log of a run: a line of JSON and a line on the screen every few steps, and warnings."""
+import datetime
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from compiling import graphs_compiled
+from configurator import fail
+from distributed import gather, print0, rank
+from machine import peak_memory_mb
+
+FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl": "perplexity {:.2f}",
+           "val_bpb": "{:.4f} bits per byte", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "ms": "{:.0f} ms",
+           "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
+           "sparsity": "sparsity {:.2%}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}",
+           "agreement": "agreement {:.1%}", "shape": "shape {}"}
+MAX_SKIPPED = 50  # exit after this many skipped steps in a row
+
+
+class Logger:
+    """
+    log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints the values that FORMATS has, and calls
+    the trackers. log.step(...) adds up the numbers of one step; log.train(...) logs the steps since its last call,
+    with the values of `metrics`: functions that return a dict, called on all ranks. Rank 0 writes. Create it after the
+    warm-up: from then on, a compiled graph is a recompile.
+
+    loader: the BatchLoader, which knows the position in the data. flops_per_token of the model, and peak_flops of all
+    ranks together, are for MFU.
+    """
+
+    def __init__(self, out_dir, max_iters, loader, flops_per_token, peak_flops, metrics, trackers, resuming):
+        self.path, self.max_iters, self.loader = Path(out_dir) / "log.jsonl", max_iters, loader
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.metrics, self.trackers = metrics, trackers
+        self.sums, self.seconds, self.val_losses = Counter(), 0.0, []
+        self.skipped, self.skipped_in_a_row, self.last_skipped = 0, 0, None
+        self.recompiles, self.graphs = 0, graphs_compiled()
+        loader.wait_seconds = 0.0  # the warm-up waited for the first batch
+        if rank() == 0 and self.path.exists():
+            text = self.path.read_text(errors="replace") if resuming else ""  # an overwritten run's log is emptied
+            found = re.findall(r'"seconds": ([0-9.]+),', text)
+            self.seconds = float(found[-1]) if found else 0.0
+            self.path.write_text(text[:text.rfind("\n") + 1])  # a run that was killed may have left half a line
+
+    def step(self, **sums):
+        """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
+        self.sums.update(sums, steps=1)
+        if graphs_compiled() > self.graphs + self.recompiles:
+            self.recompiles = graphs_compiled() - self.graphs
+            print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far; "
+                  f"TORCH_LOGS=recompiles says why")
+
+    def skip(self, iter_num, cause):
+        """Counts a skipped step and warns, if there is a cause to name; exits after MAX_SKIPPED in a row."""
+        self.skipped += 1
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == iter_num - 1 else 1
+        self.last_skipped = iter_num
+        if cause:
+            print0(f"WARNING: step {iter_num} is skipped: {cause}; {self.skipped} skipped so far")
+        if self.skipped_in_a_row == MAX_SKIPPED:
+            fail(f"step {iter_num}: {MAX_SKIPPED} steps in a row were skipped, since loss or gradient is not finite; "
+                 f"resume from the last checkpoint with a lower --learning_rate")
+
+    def train(self, iter_num, **values):
+        """Logs the steps since the last call: their mean loss, tokens/s, ..."""
+        for metric in self.metrics:
+            values = dict(**values, **metric())  # a name that is taken is an error
+        sums, self.sums = self.sums, Counter()
+        seconds, steps, positions = sums["seconds"], sums["steps"], sums["rows"] * self.loader.dataset.max_seq_len
+        self.seconds += seconds
+        wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
+        self(iter_num, train_loss=sums["loss_sum"] / sums["targets"], ms=1000 * seconds / steps,
+             tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
+             mfu=self.flops_per_token * positions / seconds / self.peak_flops,
+             eta_seconds=(self.max_iters - iter_num) * seconds / steps, wait=wait_seconds / seconds,
+             epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.loader.device),
+             targets=sums["targets"], clipped=sums["clipped"] / steps, skipped=self.skipped,
+             recompiles=self.recompiles, seconds=self.seconds, flops=self.flops_per_token * self.loader.tokens,
+             **values)
+
+    def __call__(self, iter_num, **values):
+        if rank() > 0 or not values:
+            return
+        shown = [form.format(values[key]) for key, form in FORMATS.items() if key in values]
+        if "eta_seconds" in values:
+            shown.append(f"eta {datetime.timedelta(seconds=int(values['eta_seconds']))}")
+        if shown:
+            print(f"step {iter_num}/{self.max_iters}: {', '.join(shown)}", flush=True)
+        if "val_loss" in values:
+            self.val_losses = [*self.val_losses[-3:], values["val_loss"]]
+            if len(self.val_losses) == 4 and self.val_losses == sorted(set(self.val_losses)):
+                print("WARNING: val_loss rose three times in a row", flush=True)
+        values = {"iter": iter_num, "tokens": self.loader.tokens, **values}
+        try:
+            with open(self.path, "a") as f:
+                f.write(json.dumps(values) + "\n")
+        except OSError as error:  # a full disk is no reason to stop
+            print(f"WARNING: {self.path} could not be written: {error}")
+        for tracker in self.trackers if "event" not in values else ():
+            tracker(values)
+
+
+@torch.no_grad()
+def find_nonfinite(model, batch, autocast):
+    """
+    Why a step is not finite, as text. Runs the forward pass of `batch` again and names the first module whose output
+    is not finite. If all are, names the parameter with such a gradient that is closest to the output, where backward
+    met it first (a NaN spreads to everything below).
+    """
+    bad = [name for name, p in model.named_parameters() if p.grad is not None and not gather(p.grad).isfinite().all()]
+    bad.sort(key=lambda name: "wte." not in name and "wpe." not in name)  # in the order of forward: embeddings first
+    found = []
+
+    def look_at(name):
+        return lambda module, inputs, output: (
+            found.append(name) if torch.is_tensor(output) and not output.isfinite().all() else None)
+
+    hooks = [module.register_forward_hook(look_at(name)) for name, module in model.named_modules() if name]
+    with autocast, torch.compiler.set_stance("force_eager"):
+        loss = model(**batch)
+    for hook in hooks:
+        hook.remove()
+    if found:
+        return f"the output of {found[0]} is not finite"
+    if not loss.isfinite():
+        return "its loss is not finite"
+    return f"the gradient of {bad[-1]} is not finite" if bad else "it is not finite in another micro-batch"

@@ -1,0 +1,101 @@
+"""How a run starts: from scratch, from weights, or resumed; with which settings; in which folder; on which machine."""
+import json
+from pathlib import Path
+
+from checkpoint import has_checkpoint, load_checkpoint
+from configurator import fail, one_line_errors
+from distributed import print0, rank
+from machine import describe_machine
+
+# settings that a resumed run cannot change, and settings that it does not take from its checkpoint
+FIXED = ("max_seq_len", "pack", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature", "lora_rank",
+         "lora_alpha", "lora_targets")
+PER_START = ("out_dir", "overwrite", "print_batch", "chat_dir", "sanity_check")
+
+
+def load_init_from(config, overrides, stage):
+    """
+    Loads the checkpoint that --init_from asks for and updates `config` in place: a resumed run takes the settings of
+    its checkpoint, except those overridden now; a run that starts from other weights takes those of their model.
+    stage: base | chat. Returns (checkpoint or None, resuming).
+    """
+    out_dir, init_from = config["out_dir"], config["init_from"]
+    auto = init_from == "auto" or init_from.startswith("auto:")
+    resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
+    if not resuming and init_from in ("scratch", "auto"):
+        if stage == "chat":
+            fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")
+        return None, False
+    if resuming and not has_checkpoint(out_dir):
+        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of one")
+    source = out_dir if resuming else init_from.removeprefix("auto:")
+    checkpoint = load_checkpoint(source, merge=not resuming)
+    if resuming:
+        if checkpoint["stage"] != stage:
+            fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained "
+                 f"it, or start from it with --init_from={out_dir}/ckpt.pt and another --out_dir")
+        if "optimizer" not in checkpoint:
+            fail(f"--init_from={init_from}: {out_dir} holds a model without its optimizer; start a new run with "
+                 f"--init_from={out_dir} --out_dir=...")
+        take_settings(config, overrides, checkpoint)
+    model_args = checkpoint["model_args"]
+    for name in config.keys() & model_args.keys() - {"max_seq_len", "dropout"}:
+        accepted = model_args[name], checkpoint["config"].get(name)  # as built, and as set: None may stand for it
+        if name in overrides and overrides[name] not in accepted:
+            fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
+        config[name] = model_args[name]
+    positions = model_args["max_seq_len"]
+    if not resuming and overrides.get("max_seq_len") is None:
+        config["max_seq_len"] = positions if stage == "base" else min(2048, positions)
+    if config["max_seq_len"] > positions:
+        fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most "
+             f"that")
+    if "masks" in checkpoint and not resuming and not config["sparsity"]:
+        print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
+    return checkpoint, resuming
+
+
+def take_settings(config, overrides, checkpoint):
+    """Updates `config` to that of a resumed run's checkpoint, except for overrides: printed, or refused if FIXED."""
+    for key, before in checkpoint["config"].items():
+        if key not in config or key in PER_START:
+            continue
+        if key not in overrides or key == "init_from":  # what the run began with, not "resume"
+            config[key] = before
+        elif overrides[key] != before:
+            if key in FIXED:
+                fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "
+                     f"change it")
+            print0(f"changed on resume: {key} {before} -> {overrides[key]}")
+    if bool(config["teacher"]) != ("teacher" in checkpoint):
+        fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has "
+             f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "
+             f"--init_from={config['out_dir']}/ckpt.pt --out_dir=...")
+
+
+def check_out_dir(config, resuming):
+    """Exits with an error if a run with this config would overwrite something that it was not asked to overwrite."""
+    folder = Path(config["out_dir"])
+    found = sorted(path.name for path in folder.glob("ckpt*.pt"))
+    if found and not resuming:
+        if not config["overwrite"]:
+            resume = "resume it with --init_from=resume, " if has_checkpoint(folder) else ""
+            fail(f"--out_dir={folder}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, or "
+                 f"give another folder")
+        for source in filter(None, (config["init_from"], config["teacher"])):
+            path = Path(source.removeprefix("auto:")).resolve()
+            if path.exists() and folder.resolve() in (path, path.parent):
+                fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
+    if (folder / "config.json").exists() and b"model_type" in (folder / "config.json").read_bytes():
+        fail(f"--out_dir={folder}: holds a model in Hugging Face's format; give another folder")
+
+
+def report_settings(config, overrides, device):
+    """Prints the settings that were given and the machine, and writes all settings and the machine to config.json."""
+    machine = describe_machine(device)
+    print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
+    print0("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()))
+    if rank() == 0:
+        path = Path(config["out_dir"], "config.json")
+        with one_line_errors(path):
+            path.write_text(json.dumps({**config, "machine": machine}, indent=1) + "\n", encoding="utf-8")
