@@ -27,7 +27,7 @@ from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Pos
 from dataloader import BatchLoader, validation_loss
 from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
                          print0, set_gradient_sync, step_seed)
-from features import change_model, change_training, evaluation_hooks
+from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, finish
 from log import Logger, find_nonfinite
 from machine import peak_flops
@@ -176,8 +176,7 @@ facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=toke
 checkpointer = Checkpointer(out_dir, state, facts, resuming)
 iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0
 if sanity_check:
-    from extras.sanity import check
-    check(orig_model, loader.peek(), opt, autocast, False, world_size)
+    check_sanity(orig_model, loader.peek(), opt, autocast, False, world_size)
 print0(f"from {describe_model(checkpoint)}")
 checkpoint = None  # frees its memory
 

@@ -228,7 +228,6 @@ class Checkpointer:
         if unused:
             print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
         self.facts |= {key: checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss")}
-        self.keep_previous = checkpoint["path"] == str(self.out_dir / "ckpt.pt")  # else ckpt.pt is damaged
         return self.restore(checkpoint)
 
     def restore(self, checkpoint, skip=()):
@@ -241,5 +240,6 @@ class Checkpointer:
                     print0(f"WARNING: {checkpoint['path']} has no {key}: it keeps its initial state")
                 elif checkpoint[key] != {}:  # the state of a loss scale that was off
                     entry.load_state_dict(checkpoint[key])
+        self.keep_previous = checkpoint["path"] == str(self.out_dir / "ckpt.pt")  # else ckpt.pt is damaged
         self.saved_iter = checkpoint["iter_num"]
         return checkpoint["iter_num"]

@@ -5,7 +5,7 @@ extras/ is one file, imported only if it is used, and can be deleted with its li
 from configurator import one_line_errors
 from distributed import print0
 
-deleted = one_line_errors(advice="a setting asks for this file, which is not here", errors=ModuleNotFoundError)
+deleted = one_line_errors(advice="a setting asks for it, but it is not here", errors=ModuleNotFoundError)
 
 
 @deleted
@@ -64,6 +64,13 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
         state["trackers"] = tracker = Trackers(config)
         trackers.append(tracker)
     return gradient_hooks, guard, trackers
+
+
+@deleted
+def check_sanity(*arguments):
+    """--sanity_check=True: looks for what keeps a model from learning, and exits."""
+    from extras.sanity import check
+    check(*arguments)
 
 
 def evaluation_hooks(model, tokenizer, autocast, prompt, config, stage):

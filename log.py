@@ -99,7 +99,7 @@ class Logger:
                 f.write(json.dumps(values) + "\n")
         except OSError as error:  # a full disk is no reason to stop
             print(f"WARNING: {self.path} could not be written: {error}")
-        for tracker in self.trackers if "event" not in values else ():
+        for tracker in self.trackers:
             tracker(values)
 
 

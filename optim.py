@@ -43,10 +43,14 @@ def configure_optimizer(model, config):
         optimizer = MuonAdamW(groups, adamw)
     else:
         optimizer = torch.optim.AdamW(groups, **adamw)
-    # a resumed run restores the state, but the settings of the groups may have been changed
-    optimizer.register_load_state_dict_pre_hook(
-        lambda optimizer, loaded: {**loaded, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.register_load_state_dict_pre_hook(keep_group_settings)
     return optimizer
+
+
+def keep_group_settings(optimizer, loaded):
+    """Before load_state_dict: keeps this run's settings of the groups, which may have changed; the state is loaded."""
+    return {**loaded, "param_groups": [{**own, "params": saved["params"]} for own, saved in
+                                       zip(optimizer.param_groups, loaded["param_groups"], strict=True)]}
 
 
 def set_lr_and_momentum(optimizer, lr, iter_num):

@@ -20,7 +20,7 @@ from configurator import BelowOne, Fraction, NonNegative, NonNegativeFloat, Posi
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
                          print0, set_gradient_sync, step_seed)
-from features import change_model, change_training, evaluation_hooks
+from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, finish
 from log import Logger, find_nonfinite
 from machine import peak_flops
@@ -164,8 +164,7 @@ facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=toke
 checkpointer = Checkpointer(out_dir, state, facts, resuming)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 if sanity_check:
-    from extras.sanity import check
-    check(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)
+    check_sanity(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)
 checkpoint = None  # frees its memory
 
 print0(f"""\

@@ -58,7 +58,9 @@ class ShardedOptimizer:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self):
-        named = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+        named = {"state": {}, "param_groups": []}
+        if self.optimizer.state:  # before the first step torch would take one, to have a state, and count it
+            named = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
         if dist.get_rank() > 0:
             return {}
         names = [name for group in named["param_groups"] for name in group["params"]]
@@ -66,6 +68,8 @@ class ShardedOptimizer:
                 "param_groups": self.optimizer.state_dict()["param_groups"]}
 
     def load_state_dict(self, numbered):
+        if not numbered["state"]:
+            return
         groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]  # their settings stay
         names = [name for group in groups for name in group["params"]]
         state = {names[i]: values for i, values in numbered["state"].items()}

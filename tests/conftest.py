@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup, and a shell's
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # each would try what this CPU has, for a second and more
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
+from model import GPT, GPTConfig  # noqa: E402
 from shards import shard_header  # noqa: E402
 from tokenizer import get_tokenizer, padded_vocab_size  # noqa: E402
 
@@ -320,3 +322,154 @@ def chats(path, n=200):
                                                      {"role": "assistant", "content": "a" * (i % 5 + 1)}]}) + "\n"
                             for i in range(n)))
     return path
+
+
+# -----------------------------------------------------------------------------
+# settings and models that several files test with
+
+LLAMA = ["--arch=llama", "--n_kv_head=1", "--qk_norm=True"]
+MLA = ["--attention=mla", "--kv_lora_rank=8"]
+SFT = [*TINY[5:], "--batch_size=2"]  # the model's settings come with it
+COMPILED = ["--compile=True"]
+SMALL = dict(max_seq_len=48, vocab_size=384, n_layer=3, n_head=4, n_embd=64)
+VARIANTS = {
+    "gpt2": dict(arch="gpt2"),
+    "llama": dict(arch="llama"),
+    "llama_gqa": dict(arch="llama", n_kv_head=2),
+    "qwen3": dict(arch="llama", n_kv_head=2, qk_norm=True),
+    "gpt2_mla": dict(arch="gpt2", attention="mla", kv_lora_rank=24),
+    "llama_mla": dict(arch="llama", attention="mla", kv_lora_rank=24),
+    "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10,
+                        qk_rope_head_dim=6, v_head_dim=12),
+}
+
+
+def new_gpt(variant, seed=0, **changes):
+    """A small GPT with random parameters, norms and biases too, so that leaving one out shows."""
+    torch.manual_seed(seed)
+    gpt = GPT(GPTConfig(**{**SMALL, **VARIANTS[variant], **changes}))
+    for p in gpt.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return gpt
+
+
+def small_gpt(arch, **changes):
+    """A smaller one with its initial weights."""
+    torch.manual_seed(0)
+    config = dict(arch=arch, n_layer=2, n_head=2, n_embd=16, vocab_size=32, max_seq_len=8)
+    return GPT(GPTConfig(**{**config, **changes}))
+
+
+def optimizer_config(optimizer="adamw", **changes):
+    return {**dict(optimizer=optimizer, learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, muon_lr=0.02,
+                   embedding_lr=None, head_lr=None, vector_lr=None), **changes}
+
+
+def tokens(batch=2, length=48, seed=1):
+    return torch.randint(0, 384, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def packed(lengths):
+    """positions (1, T) and mask (1, 1, T, T) of texts of these lengths in one row."""
+    text = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = (text[:, None] == text) & torch.ones(len(text), len(text), dtype=torch.bool).tril()
+    return {"positions": torch.cat([torch.arange(n) for n in lengths])[None], "mask": mask[None, None]}
+
+
+def save_model(folder, gpt, tokenizer="bytes", stage="chat", **facts):
+    """Writes a checkpoint of ours around a model. Returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": gpt.state_dict(), "model_args": asdict(gpt.config), "tokenizer": tokenizer, "stage": stage,
+                "config": {}, "iter_num": 20, "val_loss": 2.5, "val_iter": 10, **facts}, folder / "ckpt.pt")
+    return folder / "ckpt.pt"
+
+
+def write_shard(path, ids, magic=20240520, version=1, count=None):
+    """A shard by the letter of its format."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(header.tobytes() + np.asarray(ids, dtype="<u2").tobytes())
+
+
+# -----------------------------------------------------------------------------
+# on a GPU
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = "cuda"
+
+
+def run_on_gpu(script, *args, nccl=False):
+    """nccl: under torch.distributed, as its only rank. `env` makes it a process of its own: CUDA survives no fork."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return run(script, *args, f"--device={GPU}", env=env if nccl else {})
+
+
+def check_losses_of_a_cpu(script, args, flags, tolerance, tmp_path, nccl=False):
+    """
+    Runs the script on a CPU, and with `flags` on the GPU: the losses differ by less than `tolerance`, relatively, and
+    nothing is compiled twice.
+    """
+    run(script, *args, f"--out_dir={tmp_path}/cpu")
+    output = run_on_gpu(script, *args, *flags, f"--out_dir={tmp_path}/gpu", nccl=nccl)
+    assert ("compiled in" in output) == ("--compile=True" in flags) and "recompiled" not in output
+    check_compiled(tmp_path, ("cpu", "gpu"), tolerance)
+    assert not any(read_log(tmp_path / "gpu", "skipped").values())
+    assert not any(tensor.is_cuda for tensor in load(tmp_path / "gpu")["model"].values())
+    run("sample.py", f"--checkpoint={tmp_path}/gpu/ckpt.pt", "--device=cpu", "--max_new_tokens=4", "--prompt=the cat")
+
+
+# -----------------------------------------------------------------------------
+# resumed runs, conversations, extras that may be deleted
+
+def check_resumed(script, args, folder, ranks=1, stops=(5, 15, 20)):
+    """A run that is interrupted at these steps, except for the last, equals one that is not, bit for bit."""
+    rows = [f"--chat_dir={folder}/rows"] if script == "chat_sft.py" else []
+    args = [*args, *rows, "--eval_interval=5", f"--lr_decay_iters={stops[-1]}", "--sample_tokens=0"]
+    run(script, *args, f"--out_dir={folder}/whole", f"--max_iters={stops[-1]}", ranks=ranks)
+    run(script, *args, f"--out_dir={folder}/parts", f"--max_iters={stops[0]}", ranks=ranks)
+    for stop in stops[1:]:  # the other settings come from the checkpoint; the rows are made again
+        run(script, "--init_from=resume", f"--out_dir={folder}/parts", f"--max_iters={stop}",
+            *[f"{row}{stop}" for row in rows], ranks=ranks)
+    check_same_run(folder / "whole", folder / "parts")
+    begun = [load(folder / name)["config"]["init_from"] for name in ("whole", "parts")]
+    assert begun[0] == begun[1] != "resume"  # an export's card names the model that it was tuned from
+
+
+def turns(*contents, system=None):
+    """Messages of user and assistant in turn."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return first + [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def jsonl(path, conversations):
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return path
+
+
+def conversations_of(rows, start_id=256):
+    """The (inputs, targets) of each conversation in rows (n, 2, T), and the number of padding positions."""
+    found, padding = [], 0
+    for idx, targets in rows.tolist():
+        starts = [i for i in range(len(idx)) if idx[i] == start_id] + [len(idx)]
+        for start, end in zip(starts, starts[1:]):
+            if end == start + 1:
+                padding += 1
+            else:
+                found.append((tuple(idx[start:end]), tuple(targets[start:end])))
+    return found, padding
+
+
+def extra_flags(**flags):
+    """extra_flags(spam=["--optimizer=adamw_spam"], ...): the flags of those files of extras/ that are not deleted."""
+    return [flag for name, given in flags.items() if (ROOT / "extras" / f"{name}.py").exists() for flag in given]
+
+
+def error_line(capsys, function, *args):
+    """Calls a function that must exit because of a user's mistake, with code 2 and one line. Returns that line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        function(*args)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, out + err
+    return err

@@ -1,5 +1,6 @@
 """What the documentation has people type: flags that exist, values that are accepted, links that lead somewhere."""
 import ast
+import functools
 import json
 import os
 import re
@@ -17,17 +18,14 @@ from conftest import ROOT
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")), "speedrun.sh",
          *(f"config/{path.name}" for path in (ROOT / "config").glob("*.py"))]
-EXTRAS = ["lora", "distill", "prune", "spam", "rollback", "trackers"]
 
 
+@functools.cache
 def settings(script):
-    """{name: (annotation, default)} of a script, those of its extras included."""
-    found = {node.target.id: (eval(ast.unparse(node.annotation), {**vars(typing), **vars(configurator)}), None)
-             for node in ast.walk(ast.parse((ROOT / script).read_text(encoding="utf-8")))
-             if isinstance(node, ast.AnnAssign) and node.value is not None}
-    for extra in EXTRAS if script in ("train_gpt2.py", "chat_sft.py") else ():
-        found |= configurator.extra_settings(extra)
-    return found
+    """{name: annotation} of a script."""
+    return {node.target.id: eval(ast.unparse(node.annotation), {**vars(typing), **vars(configurator)})
+            for node in ast.walk(ast.parse((ROOT / script).read_text(encoding="utf-8")))
+            if isinstance(node, ast.AnnAssign) and node.value is not None}
 
 
 def commands(page):
@@ -46,8 +44,8 @@ def test_each_command_has_flags_that_are_accepted(page):
         for arg in args:
             name, equals, text = arg.removeprefix("--").partition("=")
             if equals and "$" not in text and text not in ("N", "..."):
-                value = configurator.parse(text, known[name][0]) if name in known else text
-                configurator.check(name, value, known, script, f"{page}: --")
+                assert name in known, f"{page}: {script} --{name}"
+                configurator.check(f"{page}: --{name}", configurator.parse(text, known[name]), known[name])
             elif arg.endswith(".py"):
                 assert (ROOT / arg).exists(), f"{page}: {arg}"
 
@@ -72,6 +70,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors, f"{page}: {target}"
 
 
+@pytest.mark.slow
 def test_speedrun_runs_and_resumes(tmp_path):
     """With one process and tiny settings; started again it trains nothing twice."""
     for name in ("*.py", "config/*.py", "extras/*.py", "speedrun.sh", "requirements.txt"):

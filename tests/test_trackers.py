@@ -4,10 +4,10 @@ import sys
 from types import SimpleNamespace
 
 from conftest import TINY, patched, run
-from extras.trackers import guarded
+from extras.trackers import Trackers
 
 FAKES = """
-import json, types
+import json, os, types
 
 class Run:
     def __init__(self, **settings):
@@ -43,8 +43,7 @@ def test_both_get_every_line_of_the_log(shards, tmp_path):
     for name, more in (("given", ["--max_iters=2", "--wandb_log=True", "--tensorboard=True",
                                   "--wandb_project=project"]),
                        ("another", ["--max_iters=3", "--init_from=resume"])):
-        named = f"{FAKES}\nimport os\nos.environ['WANDB_NAME'] = {name!r}"
-        run(patched(tmp_path, "train_gpt2.py", named), *flags, *more)
+        run(patched(tmp_path, "train_gpt2.py", f"{FAKES}\nos.environ['WANDB_NAME'] = {name!r}"), *flags, *more)
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
     tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))
@@ -59,36 +58,34 @@ def test_both_get_every_line_of_the_log(shards, tmp_path):
     assert [line for line in scalars if line.startswith("purge")] == ["purge 0", "purge 3"]
 
 
+def new_trackers(out_dir, **changes):
+    return Trackers({"out_dir": str(out_dir), "wandb_log": True, "wandb_project": None, "tensorboard": False,
+                     **changes})
+
+
 def test_a_run_is_named_after_its_folder_and_its_project_is_the_environments(monkeypatch, tmp_path):
-    from extras import trackers
     settings = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=settings.update, Settings=dict))
     monkeypatch.delenv("WANDB_NAME", raising=False)
-    config = {"out_dir": str(tmp_path / "name"), "wandb_log": True, "tensorboard": False}
     for environment, flag, project in (None, None, "train-gpt2"), ("e", None, "e"), ("e", "flag", "flag"):
-        monkeypatch.setattr(trackers, "wandb_project", flag)
         if environment:
             monkeypatch.setenv("WANDB_PROJECT", environment)
-        trackers.Trackers(config).start(0)
+        new_trackers(tmp_path / "name", wandb_project=flag)({"iter": 0, "event": "start"})
         assert (settings["name"], settings["project"]) == ("name", project)
 
 
-def test_one_that_is_not_installed_is_a_warning(shards, tmp_path):
-    missing = "sys.modules['wandb'] = sys.modules['torch.utils.tensorboard'] = None"
-    output = run(patched(tmp_path, "train_gpt2.py", missing), *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o",
-                 "--max_iters=2", "--wandb_log=True", "--tensorboard=True")
-    assert "WARNING: no Weights & Biases (ModuleNotFoundError: " in output and "WARNING: no TensorBoard (" in output
-    assert "done after 2 steps" in output
-
-
-def test_one_that_fails_is_off_from_there_on(capsys):
-    calls = []
+def test_one_that_is_missing_or_fails_is_a_warning_and_off(monkeypatch, tmp_path, capsys):
+    for module in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)  # not installed
+    trackers, calls = new_trackers(tmp_path, tensorboard=True), []
 
     def failing(values):
         calls.append(values)
         1 / 0
 
-    track = guarded(failing)
-    track({"iter": 1})
-    track({"iter": 2})
-    assert calls == [{"iter": 1}] and capsys.readouterr().out.count("WARNING: a tracker failed") == 1
+    trackers.services.append(failing)
+    trackers({"iter": 1})
+    trackers({"iter": 2})
+    output = capsys.readouterr().out
+    assert output.count("WARNING: no Weights & Biases (ModuleNotFoundError: ") == 1 == output.count("no TensorBoard (")
+    assert calls == [{"iter": 1}] and output.count("WARNING: a tracker failed") == 1
