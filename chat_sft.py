@@ -158,6 +158,8 @@ orig_model.recompute = recompute
 # -----------------------------------------------------------------------------
 # Optional features attach here (features.py), as in train_gpt2.py.
 state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
+if scaler.is_enabled():
+    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = compile_options(config, torch_device)
 change_model(orig_model, loader, num_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
              state, metrics)

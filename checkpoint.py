@@ -35,10 +35,10 @@ def load_checkpoint(path, merge=True):
     least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
     adapters of a LoRA run are merged into their base, or with merge=False come alone.
     """
+    from import_hf import GPT2_MODELS, convert_nanogpt, load_hf  # not at the top: training does without it
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
-    if path.is_dir() and not candidates or not path.exists():
-        from import_hf import load_hf
+    if not candidates or str(path) in GPT2_MODELS and not path.exists():
         return load_hf(path)
     for candidate in candidates:
         try:
@@ -48,7 +48,6 @@ def load_checkpoint(path, merge=True):
                 raise ValueError(f"the checksum of {damaged} in it is wrong")
             checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
             if "block_size" in checkpoint["model_args"]:
-                from import_hf import convert_nanogpt
                 checkpoint = convert_nanogpt(checkpoint)
             for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
                 checkpoint[key]  # or it is a checkpoint of something else

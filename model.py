@@ -92,7 +92,7 @@ NO_CHOICE = {
 
 # -----------------------------------------------------------------------------
 # attention: one class per variant, chosen in Block below. Each calls self.attend and, with a cache and a single new
-# position, self.decode; extras/cpu_attention.py replaces them on a model that is compiled for a CPU.
+# position, self.decode; extras/block_attention.py and sample.py replace them on a model that is compiled for a CPU.
 
 def attend(q, k, v, mask, dropout):
     """

@@ -148,6 +148,8 @@ orig_model.recompute = recompute
 # load_state_dict. gradient_hooks: called with iter_num before clipping; they may change gradients and learning rates.
 # metrics: functions that return a dict for the log. eval_hooks: called at each evaluation.
 state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
+if scaler.is_enabled():
+    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = compile_options(config, torch_device)
 change_model(orig_model, loader, max_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
              state, metrics)

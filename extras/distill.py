@@ -1,31 +1,26 @@
 """
 Knowledge distillation (Hinton et al. 2015): loss = (1 - w) CE + w T^2 KL(teacher || student).
 
-The teacher runs in each step (online), or its top-k log-probabilities are cached on disk once. Attaches as the model's
-loss function, and as a transform or a source of the loader.
+The teacher is live and runs in each step, or it is cached: its top-k log-probabilities are written to disk once.
 """
 import math
 import shutil
-from pathlib import Path
-from typing import Annotated
+from contextlib import suppress
 
 import numpy as np
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-import runtime_gone
 from checkpoint import check_tokenizer, digest_weights, load_model
-from configurator import Fraction, NonNegative, fail, load_extra
+from configurator import fail
 from dataloader import epoch_permutation
+from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, linear_cross_entropy
 
-teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
-teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
-learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
-shard_teacher: bool = False  # shard only the teacher over the ranks (fsdp.py); the student stays whole
-teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off, run it in each step
 
+# -----------------------------------------------------------------------------
+# The loss. Logits: s of the student, t of the teacher. T: the temperature, u = 1 / T, p = softmax(u t), q = softmax(u s)
 
 def row_sum(z):
     return z.sum(-1, keepdim=True)
@@ -35,194 +30,235 @@ def row_lse(z):
     return z.logsumexp(-1, keepdim=True)
 
 
+def live_teacher(s, lse_T, u, hidden, head):
+    """
+    Compares a chunk of the student's logits s (chunk, V), with lse_T = row_lse(u s), to those of a teacher that just
+    ran: hidden (chunk, C_t), head (V, C_t). Returns t, s, p and log p - log q (chunk, V), for sums; p of each id
+    (chunk, V), for the gradient; and the teacher's likeliest id (chunk, 1).
+    """
+    t = (hidden @ head.t()).float()
+    log_p = t * u - row_lse(t * u)
+    log_ratio, p = log_p - (s * u - lse_T), log_p.exp()
+    return t, s, p, log_ratio, p, t.argmax(-1, keepdim=True)
+
+
+def cached_teacher(s, lse_T, u, row):
+    """
+    The same for a teacher in the cache: row (chunk, 2 k + 1), see encode_top_k. All ids that the cache leaves out have
+    the same p, and log q is linear in s, so a sum over them is their number times one term at their mean s. They form
+    one place after the k ids: what is summed over is (chunk, k + 1), and its p is the total of a place.
+    """
+    k = row.size(-1) // 2
+    ids, t = row[:, :k].long() & 0xFFFF, row[:, k:].view(torch.float16).float()  # (chunk, k), (chunk, k + 1)
+    n_others, top = s.size(-1) - k, s.gather(-1, ids)
+    s_mean = torch.hstack((top, (row_sum(s) - row_sum(top)) / n_others))
+    log_count = t.new_zeros(k + 1)  # log of the number of ids in each place
+    log_count[k] = math.log(n_others)
+    log_p = t * u - row_lse(t * u + log_count)  # of one id
+    log_ratio, p = log_p - (s_mean * u - lse_T), (log_p + log_count).exp()
+    p_of_ids = log_p[:, k:].exp().expand_as(s).scatter(-1, ids, log_p[:, :k].exp())
+    return t, s_mean, p, log_ratio, p_of_ids, ids[:, :1]
+
+
 class DistillLoss(torch.autograd.Function):
     """
-    LinearCrossEntropy of model.py mixed with KL(teacher || student), in the same chunks, so that neither model's full
-    logits exist; see Distillation.forward. With u = 1 / T, student logits s, teacher logits t, p = softmax(u t),
-    q = softmax(u s):
-        d T^2 KL(p || q) / ds = T (q - p)
-        d KL / du = sum p (t - E_p t) (log p - log q) - (E_p s - E_q s)
-    Over ids with equal p all of this needs only the sum of s, because log q is u s plus a constant. So the ids that a
-    cache leaves out, which share their probability evenly, are treated as one place with their mean logit: k + 1
-    places instead of V.
+    LinearCrossEntropy of model.py mixed with KL(p || q), in the same chunks, so that neither model's full logits
+    exist. The gradients, with means E_p under p and E_q under q:
+        d T^2 KL / ds = T (q - p)
+        d T^2 KL / dT = 2 T KL - dKL/du,  dKL/du = sum p (t - E_p t) (log p - log q) - (E_p s - E_q s)
     """
 
     @staticmethod
     def forward(ctx, x, weight, T, targets, w, teacher, teacher_head):
-        dx, weight_x, V, u = torch.empty_like(x), weight.to(x.dtype), weight.size(0), 1 / T
-        # a scalar where the head is frozen (LoRA): autograd ignores the gradient of what needs none
-        dweight = torch.zeros_like(weight if ctx.needs_input_grad[1] else T, dtype=torch.float32)
-        ce, kl, agree, dT = 0.0, 0.0, 0, torch.zeros_like(T)
-        k = teacher_cache
-        for xc, dxc, tc, t in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
-            logits = (xc @ weight_x.t()).float()  # (chunk, V)
-            lse, lse_T, valid = row_lse(logits), row_lse(logits * u), tc != IGNORE
-            # t and s: both models' logits at each place, which is an id, or the cached k ids and the rest;
-            # log_count: of how many ids a place stands for
-            if k:
-                ids, t = t[:, :k].long() & 0xFFFF, t[:, k:].view(torch.float16).float()  # (chunk, k), (chunk, k + 1)
-                top = logits.gather(-1, ids)
-                s = torch.hstack((top, (row_sum(logits) - row_sum(top)) / (V - k)))
-                log_count = t.new_zeros(k + 1)
-                log_count[k] = math.log(V - k)
-            else:
-                t, s, log_count = (t @ teacher_head.t()).float(), logits, 0.0  # (chunk, V)
-            favourite = ids[:, :1] if k else t.argmax(-1, keepdim=True)  # the teacher's likeliest id
-            agree += ((logits.argmax(-1, keepdim=True) == favourite) & valid).sum()
-            log_p = t * u - row_lse(t * u + log_count)
-            probs, log_ratio = (log_p + log_count).exp(), log_p - (s * u - lse_T)
-            ce += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
-            kl_c = row_sum(probs * log_ratio)
-            kl += (kl_c * valid).sum()
-            if ctx.needs_input_grad[2]:
-                dkl_du = (row_sum(probs * (t - row_sum(probs * t)) * log_ratio)
-                          - (row_sum(probs * s) - row_sum((logits * u - lse_T).exp() * logits)))
-                dT += ((2 * T * kl_c - dkl_du) * valid).sum()
-
-            def gradient(z, onehot, log_p):  # with respect to the student's logits z
-                ce_grad, kl_grad = (z - lse).exp() - onehot.float(), (z * u - lse_T).exp() - log_p.exp()
-                return (((1 - w) * ce_grad + w * T * kl_grad) * valid).to(x.dtype)
-
-            dlogits = gradient(logits, torch.arange(V, device=x.device) == tc, log_p[:, k:])
-            if k:
-                dlogits = dlogits.scatter(-1, ids, gradient(top, ids == tc, log_p[:, :k]))
+        """T: scalar tensor; the rest as in Distillation.forward. Returns the loss, and the sums for metrics()."""
+        _, learn_weight, learn_T, *_ = ctx.needs_input_grad
+        dx, dT, weight_x, u = torch.empty_like(x), torch.zeros_like(T), weight.to(x.dtype), 1 / T
+        # a scalar if the head is frozen (LoRA): autograd ignores the gradient of what needs none
+        dweight = torch.zeros_like(weight if learn_weight else T, dtype=torch.float32)
+        ce_sum, kl_sum, agreements = 0.0, 0.0, 0
+        for xc, dxc, tc, teacher_c in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
+            logits, valid = (xc @ weight_x.t()).float(), tc != IGNORE  # (chunk, V), (chunk, 1)
+            lse, lse_T = row_lse(logits), row_lse(logits * u)
+            outputs = (cached_teacher(logits, lse_T, u, teacher_c) if teacher_head is None
+                       else live_teacher(logits, lse_T, u, teacher_c, teacher_head))
+            t, s, p, log_ratio, p_of_ids, likeliest = outputs
+            kl, q = row_sum(p * log_ratio), (logits * u - lse_T).exp()
+            ce_sum += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
+            kl_sum += (kl * valid).sum()
+            agreements += ((logits.argmax(-1, keepdim=True) == likeliest) & valid).sum()
+            onehot = torch.arange(logits.size(-1), device=x.device) == tc
+            dlogits = (1 - w) * ((logits - lse).exp() - onehot.float()) + w * T * (q - p_of_ids)
+            dlogits = (dlogits * valid).to(x.dtype)
             dxc[:] = dlogits @ weight_x
-            if ctx.needs_input_grad[1]:
+            if learn_weight:
                 dweight += dlogits.t() @ xc
+            if learn_T:
+                dkl_du = row_sum(p * (t - row_sum(p * t)) * log_ratio) - (row_sum(p * s) - row_sum(q * logits))
+                dT += ((2 * T * kl - dkl_du) * valid).sum()
         ctx.save_for_backward(dx, dweight.to(weight.dtype), w * dT)
-        return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, agree, (targets != IGNORE).sum()))
+        sums = torch.stack((ce_sum, kl_sum, agreements, (targets != IGNORE).sum()))
+        return (1 - w) * ce_sum + w * T * T * kl_sum, sums
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        return *[gradient * grad_loss for gradient in ctx.saved_tensors], *[None] * 4
+        dx, dweight, dT = ctx.saved_tensors
+        return dx * grad_loss, dweight * grad_loss, dT * grad_loss, None, None, None, None
 
 
 class Distillation(nn.Module):
     """
-    Becomes `model.loss_fn` on construction. Then attach(loader, ...) provides each batch with the teacher's outputs.
+    The training loss of a student. Its constructor makes it model.loss_fn and attaches the teacher to the loader: a
+    live teacher as a transform, so it runs whenever a batch is taken; a cached one as a source, after all rows of the
+    run have been labelled.
     """
 
-    def __init__(self, model, dataset, device, dtype, options, config):
-        """dataset: of training; options: of torch.compile, or None."""
+    def __init__(self, model, loader, n_rows, cache_dir, config, dtype, options, checkpoint):
+        """
+        Call it before the model is wrapped. n_rows: rows of the whole run; cache_dir: where the cache is kept;
+        options: arguments of torch.compile, or None; checkpoint: that of a resumed run, or None.
+        """
         super().__init__()
+        data, k, self.learn_temperature = loader.dataset, config["teacher_cache"], config["learn_temperature"]
         if model.loss_fn is not linear_cross_entropy:
             fail(f"--teacher={config['teacher']}: its loss, DistillLoss, would replace the one in model.loss_fn")
-        if teacher_cache >= model.config.vocab_size:
-            fail(f"--teacher_cache={teacher_cache}: expected less than the vocabulary, {model.config.vocab_size}")
-        if learn_temperature and config["fsdp"]:
+        if k >= model.config.vocab_size:
+            fail(f"--teacher_cache={k}: expected less than the vocabulary, {model.config.vocab_size}")
+        if self.learn_temperature and config["fsdp"]:
             fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
-        log_T = torch.tensor([math.log(teacher_temperature)], device=device)
-        self.log_temperature = nn.Parameter(log_T) if learn_temperature else log_T
-        self.sums = nn.Buffer(torch.zeros(4, device=device), persistent=False)  # CE, KL, agreements, targets
-        self.dtype = getattr(torch, dtype)
-        net, checkpoint = load_model(config["teacher"], "cpu")
-        check_tokenizer("the student", dataset.tokenizer, checkpoint)
-        if dataset.max_seq_len > net.config.max_seq_len:
-            fail(f"--max_seq_len={dataset.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at "
-                 f"most that")
-        self.digest = digest_weights({**checkpoint["model_args"], "dropout": 0.0}, net.state_dict())
-        net.requires_grad_(False)
-        if config["fsdp"] or shard_teacher:
-            load_extra("fsdp", config, "fsdp", "shard_teacher").apply_fsdp(net, device, dtype, options)
+        self.teacher_weight, self.dtype = config["teacher_weight"], getattr(torch, dtype)
+        log_T = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
+        self.log_temperature = nn.Parameter(log_T) if self.learn_temperature else log_T
+        self.sums = nn.Buffer(torch.zeros(4, device=loader.device), persistent=False)  # CE, KL, agreements, targets
+        teacher_forward, self.digest = load_teacher(loader, config, dtype, options)
+        if checkpoint and checkpoint["teacher"]["digest"] != self.digest:
+            fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
+                 f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
+        if k:
+            n_rows += loader.world_size * loader.batch_size  # a batch is read ahead
+            if checkpoint:  # steps that were rolled back have read rows, too
+                global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
+                n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
+            key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
+            path = f"{cache_dir}/teacher-{key[:16]}.cache"
+            rows = np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows])
+            TeacherCache(path, data, k).fill(rows, teacher_forward, loader)
+            loader.sources.append(TeacherCache(path, data, k))  # opened again: other machines may have written to it
         else:
-            net.to(device)
-            if options:
-                net.hidden_states = torch.compile(net.hidden_states, **options)
-
-        def teacher_forward(batch):
-            with runtime.autocast(device, dtype):
-                hidden = net.hidden_states(batch["idx"], batch.get("positions"), batch.get("mask"))
-            # copy: with reduce-overhead the next call overwrites it. The head is whole under FSDP, too: it belongs to
-            # the root, which stays gathered after its forward
-            return {"teacher": hidden.to(self.dtype, copy=True), "teacher_head": net.lm_head.weight.to(self.dtype)}
-
-        self.teacher_forward = teacher_forward
+            loader.transforms.append(teacher_forward)
+        if self.learn_temperature:  # a checkpoint has it in its entry "teacher" and not among the model's weights
+            self.register_load_state_dict_post_hook(
+                lambda _, keys: keys.missing_keys.remove("loss_fn.log_temperature"))
         model.loss_fn = self
 
     def forward(self, x, weight, targets, teacher, teacher_head=None):
         """
-        Sum of (1 - w) cross entropy + w T^2 KL(teacher || student), which compares both at temperature T, over targets
-        that are not IGNORE. T^2 keeps the gradient's size as T varies. x (N, C), weight (V, C), targets (N,) as in
-        linear_cross_entropy.
-        Online: teacher (B, T, C_t), its hidden states, and teacher_head (V, C_t). Cached: teacher (B, T, 2 k + 1)
-        int16, see TeacherCache.
+        Sum over targets that are not IGNORE of (1 - w) cross entropy + w T^2 KL(teacher || student), both at
+        temperature T; T^2 keeps the size of the gradient as T varies. x (N, C), weight (V, C) and targets (N,) as in
+        linear_cross_entropy. A live teacher: its hidden states (B, T, C_t) and teacher_head (V, C_t). A cached one:
+        rows of the cache (B, T, 2 k + 1), and no teacher_head.
         """
-        loss, loss_terms = DistillLoss.apply(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
-                                             teacher_weight, teacher.flatten(0, 1), teacher_head)
-        self.sums.add_(loss_terms.detach())
+        loss, sums = DistillLoss.apply(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
+                                       self.teacher_weight, teacher.flatten(0, 1), teacher_head)
+        self.sums.add_(sums.detach())
         return loss
 
-    def attach(self, loader, n_rows, folder):
-        """Has the loader add the teacher's outputs to each batch; a cache in `folder` gets the next n_rows rows."""
-        if not teacher_cache:
-            loader.transforms.append(self.teacher_forward)
-            return
-        data = loader.dataset
-        key = [self.digest, data.fingerprint, data.max_seq_len, teacher_cache]
-        path = f"{folder}/teacher-{digest_weights(key, {})[:16]}.cache"
-        n_rows += loader.rows_seen + loader.world_size * loader.batch_size  # a batch is read ahead
-        TeacherCache(path, data).fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), self, loader)
-        loader.sources.append(TeacherCache(path, data))  # opened again: other machines may have written to it
-        del self.teacher_forward  # frees its memory
-
     def metrics(self):
-        ce, kl, agree, n = runtime.all_reduce(*self.sums)
+        ce, kl, agreements, n = all_reduce(*self.sums)
         self.sums.zero_()
-        return {"ce_loss": ce / n, "kl_loss": kl / n, "agreement": agree / n,
+        return {"ce_loss": ce / n, "kl_loss": kl / n, "agreement": agreements / n,
                 "temperature": self.log_temperature.exp().item()}
 
-    def state_dict(self, **_):  # of its own in a checkpoint; the model's has nothing of the loss function
+    def state_dict(self, **_):  # a checkpoint's entry "teacher"; the state dict of the model gets nothing
         return {"digest": self.digest, "log_temperature": self.log_temperature.item()}
 
     def load_state_dict(self, state):
-        if state["digest"] != self.digest:
-            raise ValueError("--teacher: the run was started with another one; to train its weights with this one "
-                             "start a new run with --init_from=...")
-        if learn_temperature:  # a fixed one is a setting, which may change on resume
+        if self.learn_temperature:  # a fixed one is a setting, which may change on resume
             self.log_temperature.data.fill_(state["log_temperature"])
+
+
+def load_teacher(loader, config, dtype, options):
+    """Returns a function from a batch to what DistillLoss needs of the teacher, and a digest of the teacher."""
+    data, device = loader.dataset, loader.device
+    net, checkpoint = load_model(config["teacher"], "cpu")
+    check_tokenizer("the student", data.tokenizer, checkpoint)
+    if data.max_seq_len > net.config.max_seq_len:
+        fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
+             f"that")
+    model_args = {**checkpoint["model_args"], "dropout": 0.0}
+    del model_args["local_heads"]  # neither changes what the teacher computes
+    digest = digest_weights(model_args, net.state_dict())
+    net.requires_grad_(False)
+    if config["fsdp"] or config["shard_teacher"]:
+        from extras.fsdp import apply_fsdp
+        apply_fsdp(net, device, dtype, options)
+    else:
+        net.to(device)
+        if options and device.type == "cpu":
+            with suppress(ModuleNotFoundError):
+                from extras.block_attention import attach_block_attention
+                attach_block_attention(net)
+        if options:
+            net.hidden_states = torch.compile(net.hidden_states, **options)
+
+    def teacher_forward(batch):
+        with make_autocast(device, dtype):
+            hidden = net.hidden_states(batch["idx"], batch.get("positions"), batch.get("mask"))
+        # copy: with reduce-overhead the next call overwrites it. Under FSDP the head is whole, too: it belongs to the
+        # root, which stays gathered after its forward
+        head = net.lm_head.weight.to(getattr(torch, dtype))
+        return {"teacher": hidden.to(head.dtype, copy=True), "teacher_head": head}
+
+    return teacher_forward, digest
+
+
+# -----------------------------------------------------------------------------
+# the cache
+
+def encode_top_k(log_probs, k):
+    """
+    Log-probabilities (T, V) -> (T, 2 k + 1) int16: the k likeliest ids, modulo 2^16, and the bits of k + 1 float16,
+    which are the log-probabilities of these ids and of each other id. The others share the rest evenly.
+    """
+    top, ids = log_probs.topk(k)
+    others = row_lse(log_probs.scatter(-1, ids, -math.inf)) - math.log(log_probs.size(-1) - k)
+    return torch.hstack((ids.short(), torch.hstack((top, others)).half().view(torch.int16)))
 
 
 class TeacherCache:
     """
-    For each position of each row of a data set: the teacher's k likeliest next ids, their log-probabilities, and that
-    of each other id, which share the rest evenly; 4 k + 2 bytes per token. By row number, so it serves any order of
-    the rows. A sparse file of int16, (rows, T, 2 k + 1): the ids, modulo 2^16, and the bits of k + 1 float16. A row
-    is written if its last number is not zero: a log-probability is below log 1 = 0, and a sparse file reads as zeros.
+    A teacher's outputs for each row of a data set, by row number, so they serve any order of the rows: a sparse file
+    of int16 (rows, T, 2 k + 1), see encode_top_k, with 4 k + 2 bytes per token. A row whose last number is zero is
+    missing: a sparse file reads as zeros, and a log-probability is below log 1 = 0.
     """
 
-    def __init__(self, path, dataset):
+    def __init__(self, path, dataset, k):
         open(path, "a").close()
-        self.rows = np.memmap(path, "<i2", "r+", shape=(len(dataset), dataset.max_seq_len, 2 * teacher_cache + 1))
+        self.k, self.rows = k, np.memmap(path, "<i2", "r+", shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
         if not rows[:, -1, -1].all():
-            fail(f"{self.rows.filename}: a row is missing (a run that was rolled back needs more than planned); "
+            fail(f"{self.rows.filename}: a row is missing, as a run that was rolled back needs more than planned; "
                  f"--init_from=resume adds it", alone=True)
         return {"teacher": rows}
 
-    def fill(self, indices, distillation, loader):
-        """
-        Labels those of the rows `indices` that are missing; the ranks share them. If interrupted, what is written
-        stays.
-        """
+    def fill(self, indices, teacher_forward, loader):
+        """Labels the missing ones of the rows `indices`, shared by the ranks. What an interrupted call wrote stays."""
         missing = indices[self.rows[indices, -1, -1] == 0]
-        runtime.all_reduce(distillation.sums[0])  # wait until all ranks have read what is missing
-        runtime.print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, the others are in "
-                       f"{self.rows.filename} already; {len(missing) * self.rows[0].nbytes / 2 ** 20:,.1f} MiB")
-        free = shutil.disk_usage(Path(self.rows.filename).parent).free
-        if len(missing) * self.rows[0].nbytes > free:  # writing to a mapped file on a full disk would kill the process
-            fail(f"--teacher_cache={teacher_cache}: {free / 2 ** 20:,.1f} MiB are free; give less, or make room")
-        # as many batches on each rank, because FSDP runs all of them together: the last may repeat some rows
+        all_reduce(torch.zeros((), device=loader.device))  # wait until all ranks have read what is missing
+        path, mib = self.rows.filename, len(missing) * self.rows[0].nbytes / 2 ** 20
+        print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, {mib:,.1f} MiB, in {path}")
+        free_mib = shutil.disk_usage(path).free / 2 ** 20
+        if mib > free_mib:  # writing to a mapped file on a full disk would kill the process
+            fail(f"--teacher_cache={self.k}: {path} needs {mib:,.1f} MiB more, and {free_mib:,.1f} are free; give "
+                 f"less, or make room")
+        # every rank runs the same number of batches, as FSDP needs: the last ones may repeat some rows
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))
         for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
-            output = distillation.teacher_forward(loader.dataset.get_batch(batch, loader.device))
+            output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
             for i, hidden in zip(batch, output["teacher"]):
                 log_probs = (hidden @ output["teacher_head"].t()).float().log_softmax(-1)  # (T, V)
-                top, ids = log_probs.topk(teacher_cache)
-                others = row_lse(log_probs.scatter(-1, ids, -math.inf)) - math.log(log_probs.size(-1) - teacher_cache)
-                bits = torch.hstack((top, others)).half().view(torch.int16)
-                self.rows[i] = torch.hstack((ids.short(), bits)).cpu().numpy()
+                self.rows[i] = encode_top_k(log_probs, self.k).cpu().numpy()
         self.rows.flush()
-        runtime.all_reduce(distillation.sums[0])  # wait until all have written
+        all_reduce(torch.zeros((), device=loader.device))  # wait until all have written

@@ -384,10 +384,10 @@ def save_model(folder, gpt, tokenizer="bytes", stage="chat", **facts):
     return folder / "ckpt.pt"
 
 
-def write_shard(path, ids, magic=20240520, version=1, count=None):
+def write_shard(path, ids):
     """A shard by the letter of its format."""
     header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(ids) if count is None else count
+    header[:3] = 20240520, 1, len(ids)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(header.tobytes() + np.asarray(ids, dtype="<u2").tobytes())
 

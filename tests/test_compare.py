@@ -1,62 +1,66 @@
 """extras/compare.py: a table over settings and seeds, which is resumed and not repeated."""
 import json
-import re
 
 import pytest
 
 from conftest import TINY, read_log, refused, run
 
-ARGS = ["--runs=--learning_rate=1e-3;--optimizer=muon", "--seeds=2"]
+# takes --steps and --seed, or --stop, which ends it between two evaluations, as a signal does: with exit code 0
+FAKE_SCRIPT = """
+import json, sys
+flags = dict(arg[2:].split("=", 1) for arg in sys.argv[1:])
+entries = [{"iter": 3, "val_loss": float(flags.get("steps", 1)) / int(flags["seed"])}, {"iter": 5, "train_loss": 1.0}]
+with open(flags["out_dir"] + "/log.jsonl", "a") as log:
+    log.writelines(json.dumps(entry) + "\\n" for entry in entries[:1 + ("stop" in flags)])
+print("ran", sys.argv)
+"""
 
 
-def test_runs_are_compared_once_and_resumed(shards, tmp_path):
-    small = f"--args={' '.join(TINY)} --max_iters=4 --eval_interval=2 --sample_tokens=0 --data_dir={shards}"
-    output = run("extras/compare.py", *ARGS, small, f"--out_dir={tmp_path}")
-    folders = sorted(tmp_path.iterdir())
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
-    assert len(results) == 4 and len({result["val_loss"] for result in results}) == 4
-    for folder, result in zip(folders, results):
-        assert result["val_loss"] == read_log(folder, "val_loss")["val_loss", 4]
-    table = output.partition("--seeds=2\n")[2].splitlines()[:2]
-    for flags, line in zip(("--learning_rate=1e-3", "--optimizer=muon"), table):
-        losses = [result["val_loss"] for result in results if flags in result["recipe"]]
-        mean, spread = map(float, re.search(r"val_loss (\S+) \+/- (\S+),", line).groups())
-        assert line.startswith(flags) and mean == pytest.approx(sum(losses) / 2, rel=1e-4)
-        assert spread == pytest.approx(abs(losses[0] - losses[1]) / 2 ** 0.5, rel=0.06)
-    (folders[0] / "result.json").unlink()  # as if it had been killed before
-    with (folders[0] / "log.jsonl").open("a") as log:
-        log.write('{"iter": 9, "val_')
-    again = run("extras/compare.py", *ARGS, small, f"--out_dir={tmp_path}")
-    assert again.count("resumed at step 4") == 1 == again.count("done after 4 steps")
-    assert again.partition("--seeds=2\n")[2].splitlines()[:2] == table
-    (folders[1] / "result.json").write_text(json.dumps({"recipe": results[1]["recipe"]}))  # while it was training
-    line = refused("extras/compare.py", *ARGS, small + " --min_lr=0", f"--out_dir={tmp_path}")
-    assert "give another --out_dir" in line and "--min_lr=0" not in line
+@pytest.fixture
+def compare(tmp_path):
+    """Starts compare.py with a script that takes no time, on two seeds."""
+    (tmp_path / "fake.py").write_text(FAKE_SCRIPT)
+    return lambda start, *args: start("extras/compare.py", f"--script={tmp_path}/fake.py", "--seeds=2",
+                                      f"--out_dir={tmp_path}/o", *args)
 
 
-def test_a_run_that_fails_is_named(tmp_path):
-    output = run("extras/compare.py", "--runs=--batch_size=0", f"--out_dir={tmp_path}", code=2)
-    assert "--batch_size=0: expected at least 1" in output and "--runs: train_gpt2.py" in output
-
-
-def test_a_run_that_was_stopped_is_no_result(tmp_path):
-    """A signal ends it with exit code 0, but without the last evaluation."""
-    (tmp_path / "script.py").write_text("""
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[-1].partition("=")[2])
-entries = {"iter": 3, "val_loss": 2.0}, {"iter": 5, "train_loss": 1.0}
-(folder / "log.jsonl").write_text("\\n".join(map(json.dumps, entries)))
-""")
-    output = run("extras/compare.py", "--args=--n_layer=1", f"--script={tmp_path}/script.py",
-                 f"--out_dir={tmp_path}/o", code=2)
-    assert "_seed=1: stopped at step 5; the same command resumes it" in output
-    assert all("val_loss" not in path.read_text() for path in tmp_path.glob("o/*/result.json"))
-
-
-def test_what_is_no_comparison_is_refused(tmp_path):
-    for flags in ("", "--n_layer=1 --seed=3", "--out_dir=elsewhere"):
-        assert "--runs: expected the flags" in refused("extras/compare.py", f"--runs={flags}")
-    (tmp_path / "o" / "--n_layer=1_seed=1").mkdir(parents=True)
-    (tmp_path / "o" / "--n_layer=1_seed=1" / "result.json").write_text("{")
-    line = refused("extras/compare.py", "--runs=--n_layer=1", f"--out_dir={tmp_path}/o")
+def test_a_table_has_the_mean_of_each_setting_and_nothing_is_repeated(compare, tmp_path):
+    args = ["--runs=--steps=6;;--steps=8 --x=1", "--args=--y=2"]
+    output = compare(run, *args)
+    assert output.count("ran ") == output.count("'--init_from=auto', '--y=2'") == 6
+    assert "--steps=6 --seed=2: val_loss 3\n" in output
+    table = output.partition("--seeds=2\n")[2].splitlines()[:3]
+    assert table == ["--steps=6: val_loss 4.5 +/- 2.1", "(no flags): val_loss 0.75 +/- 0.35",
+                     "--steps=8 --x=1: val_loss 6 +/- 2.8"]
+    folder, = (tmp_path / "o").glob("*=6_seed=1")
+    recipe = json.loads((folder / "result.json").read_text())["recipe"]
+    (folder / "result.json").write_text(json.dumps({"recipe": recipe}))  # as if it had been killed while it trained
+    (folder / "log.jsonl").write_text('{"iter": 3, "val_loss": 9}\n{"iter": 4, "val_\n')
+    again = compare(run, *args)
+    assert again.count("ran ") == 1 and again.partition("--seeds=2\n")[2].splitlines()[:3] == table
+    line = compare(refused, *args, "--args=--y=3")
+    assert "give another --out_dir" in line and "'--y=2'" in line and "--y=3" not in line
+    (folder / "result.json").write_text("{")
+    line = compare(refused, *args)
     assert "result.json" in line and "remove it" in line
+
+
+def test_a_run_that_stopped_or_failed_is_no_result(compare, tmp_path):
+    for args, error in (("--stop=1", "_seed=1: stopped at step 5; the same command resumes it"),
+                        ("--steps=no", "fake.py --init_from=auto --steps=no --seed=1 failed, see above")):
+        assert error in compare(lambda *words: run(*words, code=2), f"--args={args}", f"--out_dir={tmp_path}/{args}")
+    assert all("val_loss" not in path.read_text() for path in tmp_path.glob("*/*/result.json"))
+
+
+@pytest.mark.slow
+def test_the_training_script_is_compared(shards, tmp_path):
+    run("extras/compare.py", "--runs=--max_iters=2", "--seeds=1", f"--args={' '.join(TINY)} --data_dir={shards}",
+        f"--out_dir={tmp_path}")
+    result = json.loads((tmp_path / "--max_iters=2_seed=1" / "result.json").read_text())
+    assert result["val_loss"] == read_log(tmp_path / "--max_iters=2_seed=1", "val_loss")["val_loss", 2]
+    assert result.keys() >= {"train_loss", "seconds", "tok_per_sec", "peak_mem_mb"} and result["iter"] == 2
+
+
+@pytest.mark.parametrize("flags", ["", "--n_layer=1 --seed=3", "--out_dir=elsewhere"])
+def test_what_is_no_comparison_is_refused(flags):
+    assert "--runs: expected the flags" in refused("extras/compare.py", f"--runs={flags}")

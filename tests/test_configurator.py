@@ -81,13 +81,12 @@ def refusal(script, capsys, *argv):
 # what is accepted
 
 @pytest.mark.parametrize("key, text, value", [
-    ("steps", "3", 3), ("steps", "-3", -3), ("rate", "3e-4", 3e-4), ("rate", "2", 2.0), ("rate", "-.5", -0.5),
-    ("shuffle", "False", False), ("shuffle", "true", True), ("name", "a b", "a b"), ("name", "a=b=c", "a=b=c"),
-    ("name", "None", "None"), ("name", "7", "7"), ("name", "", ""), ("limit", "5", 5), ("limit", "None", None),
-    ("label", "y", "y"), ("label", "None", None), ("mode", "fast", "fast"), ("width", "16", 16),
-    ("backend", "eager", "eager"), ("backend", "None", None), ("batch", "1", 1), ("first", "0", 0), ("share", "0", 0.0),
-    ("share", "1", 1.0), ("beta", "0.999", 0.999), ("last", "1", 1), ("last", "None", None),
-    ("temperature", ".01", 0.01), ("temperature", "100", 100.0)])
+    ("steps", "-3", -3), ("rate", "3e-4", 3e-4), ("rate", "2", 2.0), ("shuffle", "False", False),
+    ("shuffle", "true", True), ("name", "a b", "a b"), ("name", "a=b=c", "a=b=c"), ("name", "None", "None"),
+    ("name", "", ""), ("limit", "5", 5), ("limit", "None", None), ("label", "None", None), ("mode", "fast", "fast"),
+    ("width", "16", 16), ("backend", "eager", "eager"), ("backend", "None", None), ("batch", "1", 1),
+    ("share", "0", 0.0), ("beta", "0.999", 0.999), ("last", "1", 1), ("last", "None", None),
+    ("temperature", "100", 100.0)])
 def test_a_value_is_accepted_in_a_flag_and_in_a_file(script, key, text, value):
     Path("a.py").write_text(f"import math\n_helper = 3  # such names are the file's own\n{key} = {value!r}\n")
     for argv in ([f"--{key}={text}"], [f"--{key}", text], ["a.py"]):
@@ -130,8 +129,9 @@ def test_a_started_script_reads_its_command_line(script):
     ("rate", "fast", "'3e-4'", "a finite float"), ("rate", "nan", "float('nan')", "a finite float"),
     ("rate", "-inf", "float('inf')", "a finite float"), ("rate", "True", "True", "a finite float"),
     ("rate", "inf", "10 ** 400", "a finite float"), ("shuffle", "1", "1", "True or False"),
-    ("shuffle", "yes", "None", "True or False"), ("name", None, "None", "a string"), ("name", None, "b'x'", "a string"),
-    ("name", None, "3, 'a\\nb'", "a string"), ("limit", "many", "False", "an int or None"),
+    ("shuffle", "yes", "None", "True or False"), ("name", None, "None", "a string"),
+    ("name", None, "b'x'", "a string"), ("name", None, "3, 'a\\nb'", "a string"),
+    ("limit", "many", "False", "an int or None"),
     ("mode", "fats", "'FAST'", "one of 'slow', 'fast'"), ("mode", "None", "None", "one of 'slow', 'fast'"),
     ("width", "12", "8.0", "one of 8, 16"), ("width", "8.0", "True", "one of 8, 16"),
     ("backend", "defualt", "str", "one of 'default', 'eager' or None"), ("batch", "0", "-3", "an int of at least 1"),

@@ -1,41 +1,33 @@
 """
 The base path on a GPU against the same on a CPU; skipped where there is none. python -m pytest -n 4 -k "cuda or gpu"
-adds the extras', takes some minutes there and needs neither a network nor datasets; -s prints the differences.
+adds decoding and the extras, takes some minutes there and needs neither a network nor datasets; -s prints the
+differences.
 """
+from itertools import cycle
+
 import pytest
 import torch
 
-import runtime
-from conftest import TINY, chats, check_compiled, check_same_run, free_port, load, read_log, run, same
-from sample import compile_step
-from test_chat import SFT
-from test_generate import PROMPTS, check_a_compiled_row_in_bfloat16, greedy, new_lively_gpt
-from test_model import VARIANTS, new_gpt, packed, tokens
-from test_train import LLAMA, MLA
+from conftest import (COMPILED, GPU, LLAMA, MLA, SFT, TINY, VARIANTS, chats, check_losses_of_a_cpu, check_same_run, load,
+                      needs_gpu, new_gpt, packed, run_on_gpu, same, tokens)
+from distributed import make_autocast
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = needs_gpu
-GPU = "cuda"
-
-
-def run_on_gpu(script, *args, nccl=False):
-    """nccl: under torch.distributed, as its only rank. `env` makes it a process of its own: CUDA survives no fork."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return run(script, *args, f"--device={GPU}", env=env if nccl else {})
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3}
+ROWS = {"causal": {}, "packed": {name: value.expand(2, *value.shape[1:]) for name, value in packed([20, 1, 27]).items()}}
 
 
 # -----------------------------------------------------------------------------
 # the model
 
-def outputs(gpt, device, dtype="float32", compile=False, rows=None, recompute=False):
+def outputs(gpt, device, dtype, rows, compile=False, recompute=False):
     """The logits, the loss and all gradients, as one vector each, on the CPU."""
-    gpt = gpt.to(device)
-    gpt.zero_grad(set_to_none=True)
-    gpt.recompute = recompute
+    gpt, gpt.recompute = gpt.to(device), recompute
+    gpt.zero_grad()
     model = torch.compile(gpt, dynamic=False, fullgraph=True) if compile else gpt
     idx, targets = tokens(seed=1).to(device), tokens(seed=2).to(device)
-    rows = {name: value.expand(2, *value.shape[1:]).to(device) for name, value in (rows or {}).items()}
-    with runtime.autocast(torch.device(device), dtype):
+    rows = {name: value.to(device) for name, value in rows.items()}
+    with make_autocast(torch.device(device), dtype):
         loss = model(idx, targets, **rows)
         loss.backward()
         with torch.no_grad():
@@ -44,78 +36,36 @@ def outputs(gpt, device, dtype="float32", compile=False, rows=None, recompute=Fa
     return [x.detach().float().cpu().flatten() for x in (logits, loss, gradients)]
 
 
-def check_close(found, expected, tolerance):
-    for name, a, b in zip(("logits", "loss", "gradients"), found, expected):
-        error = ((a - b).norm() / b.norm()).item()
-        print(f"{name}: {error:.1e} of {b.norm():.4g}, at most {tolerance:.0e}")
-        assert error < tolerance, name
+def check_outputs(variant, rows, dtypes, **settings):
+    gpt = new_gpt(variant)
+    expected = outputs(gpt, "cpu", "float32", rows)
+    for dtype in dtypes:
+        for name, a, b in zip(("logits", "loss", "gradients"), outputs(gpt, GPU, dtype, rows, **settings), expected):
+            error = ((a - b).norm() / b.norm()).item()
+            print(f"{dtype}, {name}: {error:.1e} of {b.norm():.4g}, at most {TOLERANCE[dtype]:.0e}")
+            assert error < TOLERANCE[dtype], name
 
 
-@pytest.mark.parametrize("rows", [None, packed([20, 1, 27])], ids=["causal", "packed"])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_loss_and_gradients_are_those_of_a_cpu(variant, rows):
-    gpt = new_gpt(variant)
-    expected = outputs(gpt, "cpu", rows=rows)
-    check_close(outputs(gpt, GPU, rows=rows), expected, 1e-5)
-    check_close(outputs(gpt, GPU, rows=rows, recompute=True), expected, 1e-5)
-    check_close(outputs(gpt, GPU, "bfloat16", rows=rows), expected, 3e-2)
-    check_close(outputs(gpt, GPU, "float16", rows=rows), expected, 5e-3)
+    check_outputs(variant, ROWS[rows], TOLERANCE)
+    check_outputs(variant, ROWS[rows], ["float32"], recompute=True)
 
 
-@pytest.mark.parametrize("rows", [None, packed([20, 1, 27])], ids=["causal", "packed"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant, rows", zip(VARIANTS, cycle(ROWS)))
 def test_compiled_equals_eager(variant, rows):
     torch.compiler.reset()
-    gpt = new_gpt(variant)
-    expected = outputs(gpt, "cpu", rows=rows)
-    check_close(outputs(gpt, GPU, compile=True, rows=rows), expected, 1e-5)
-    check_close(outputs(gpt, GPU, "bfloat16", compile=True, rows=rows), expected, 3e-2)
-
-
-@pytest.mark.parametrize("variant", ["gpt2", "gpt2_mla", "qwen3", "llama_mla"])
-def test_decoding_cached_and_compiled_gives_the_ids_of_a_cpu(variant):
-    torch.compiler.reset()
-    gpt = new_lively_gpt(variant)
-    expected, beyond = greedy(gpt, PROMPTS, 30), greedy(gpt, PROMPTS, 60)
-    gpt.to(GPU)
-    assert greedy(gpt, PROMPTS, 30) == expected
-    before = runtime.graphs_compiled()
-    compiled = compile_step(gpt, 3)
-    assert greedy(compiled, PROMPTS, 30) == expected
-    assert greedy(compiled, PROMPTS, 60) == beyond
-    assert runtime.graphs_compiled() == before + 1
-
-
-@pytest.mark.parametrize("variant", ["gpt2", "qwen3", "llama_mla"])
-def test_two_compiled_rows_in_bfloat16_have_the_logits_of_their_models(variant):
-    for seed in (0, 1):  # the second must not have the graphs or the cache of the first
-        check_a_compiled_row_in_bfloat16(new_gpt(variant, seed).eval().to(GPU), GPU)
+    check_outputs(variant, ROWS[rows], ["float32", "bfloat16"], compile=True)
 
 
 # -----------------------------------------------------------------------------
 # the loops
 
-COMPILED = ["--compile=True"]
-
-
-def check_losses_of_a_cpu(script, args, flags, tolerance, tmp_path, nccl=False):
-    """
-    Runs the script on a CPU, and with `flags` on the GPU: the losses differ by less than `tolerance`, relatively, and
-    nothing is compiled twice.
-    """
-    run(script, *args, f"--out_dir={tmp_path}/cpu")
-    output = run_on_gpu(script, *args, *flags, f"--out_dir={tmp_path}/gpu", nccl=nccl)
-    assert ("compiled in" in output) == ("--compile=True" in flags) and "recompiled" not in output
-    check_compiled(tmp_path, ("cpu", "gpu"), tolerance)
-    assert not any(read_log(tmp_path / "gpu", "skipped").values())
-    assert not any(tensor.is_cuda for tensor in load(tmp_path / "gpu")["model"].values())
-    run("sample.py", f"--checkpoint={tmp_path}/gpu/ckpt.pt", "--device=cpu", "--max_new_tokens=4", "--prompt=the cat")
-
-
 @pytest.mark.parametrize("model, flags, tolerance", [
     ([], [], 2e-3),  # TF32
     ([], COMPILED, 2e-3),
-    ([*LLAMA, "--embed_norm=True"], [*COMPILED, "--dtype=bfloat16"], 2e-2),
+    ([*LLAMA, "--embed_norm=True", "--local_heads=True"], [*COMPILED, "--dtype=bfloat16"], 2e-2),
     ([], [*COMPILED, "--dtype=float16"], 5e-3),
     ([*LLAMA, "--optimizer=muon"], [*COMPILED, "--dtype=float16"], 3e-2),
     (MLA, [*COMPILED, "--compile_mode=reduce-overhead"], 2e-3),
@@ -144,9 +94,8 @@ def test_resumed_equals_uninterrupted_as_far_as_a_repeated_run_does(shards, tmp_
     if same(one["model"], other["model"]):
         print("two runs are equal to the bit")
         return check_same_run(tmp_path / "one", tmp_path / "parts")
-    vector = {name: torch.cat([p.flatten().float() for p in run["model"].values()])
-              for name, run in (("one", one), ("other", other), ("parts", parts))}
-    repeated, resumed = ((vector[name] - vector["one"]).norm() / vector["one"].norm() for name in ("other", "parts"))
+    weights = [torch.cat([p.flatten().float() for p in run["model"].values()]) for run in (one, other, parts)]
+    repeated, resumed = ((vector - weights[0]).norm() / weights[0].norm() for vector in weights[1:])
     print(f"weights differ by {repeated:.1e} in a repeated run, by {resumed:.1e} in a resumed one")
     assert resumed < 10 * repeated
 

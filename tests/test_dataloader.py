@@ -1,20 +1,21 @@
 """Shards, their rows, and the order of rows: each token is a target once, and a row's number alone says what it is."""
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
+from conftest import error_line, write_shard
 from dataloader import BatchLoader, TokenDataset, epoch_permutation, sample_indices
-from shards import read_meta, read_shard
+from shards import read_meta
 
 CPU = torch.device("cpu")
 
 
-def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """A shard by the letter of its format."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+@pytest.fixture
+def refused(capsys):
+    """refused(function, *args): the one line on stderr that a call ends with."""
+    return partial(error_line, capsys)
 
 
 def counting_shards(folder, *lengths, split="train"):
@@ -26,40 +27,18 @@ def counting_shards(folder, *lengths, split="train"):
     return str(folder)
 
 
-@pytest.fixture
-def refused(capsys):
-    """refused(function, *args): the one line on stderr that a call ends with."""
-    def call(function, *args):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            function(*args)
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
-        return error
-    return call
-
-
 # ---------------------------------------------------------------------------------------------------
 # shards
 
-@pytest.mark.parametrize("damage, words", [
-    (lambda path: path.write_bytes(b""), "not a token shard"),
-    (lambda path: path.write_bytes(path.read_bytes()[:500]), "not a token shard"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-2]), "damaged"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
-    (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "damaged"),
-    (lambda path: write_shard(path, []), "damaged"),
-    (lambda path: write_shard(path, range(100), count=-100), "damaged"),
-    (lambda path: write_shard(path, range(100), magic=20240801), "not a token shard"),
-    (lambda path: write_shard(path, range(100), version=2), "another version"),
-    (lambda path: path.write_text("not a shard at all " * 1000), "not a token shard")])
-def test_a_damaged_shard_is_named(tmp_path, refused, damage, words):
+def test_a_damaged_shard_is_named(tmp_path, refused):
     data_dir = counting_shards(tmp_path / "data", 100, 100, 100)
     path = tmp_path / "data" / "train_000001.bin"
-    damage(path)
-    for call in ((read_shard, path), (TokenDataset, data_dir, "train", 8)):
-        error = refused(*call)
-        assert str(path) in error and words in error
+    whole = path.read_bytes()  # it begins with magic, version and number of tokens, four bytes each
+    for damaged in (b"", whole[:8], whole[:-1], whole[:-2], whole + b"\0\0", b"not a shard at all " * 1000,
+                    b"x" + whole[1:], whole[:4] + b"\2" + whole[5:], whole[:8] + b"\x9c\xff\xff\xff" + whole[12:],
+                    whole[:8] + bytes(1016)):
+        path.write_bytes(damaged)
+        assert f"{path}: not a token shard, of another version, or damaged" in refused(TokenDataset, data_dir, "train", 8)
 
 
 @pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"vocab_size": 384}'])
@@ -100,16 +79,10 @@ def test_rows_cover_every_token_but_the_dropped_ones_once(tmp_path):
     assert np.array_equal(dataset[order][0], idx[order]) and np.array_equal(dataset[order][1], targets[order])
 
 
-@pytest.mark.parametrize("length, n", [(5, 1), (8, 1), (9, 2), (4097, 1024)])
-def test_a_row_needs_the_token_after_it(tmp_path, length, n):
-    dataset = TokenDataset(counting_shards(tmp_path / "data", length), "train", 4)
-    assert len(dataset) == n
-    assert dataset[[n - 1]][1][0, -1] == 4 * n
-
-
 def test_max_seq_len_longer_than_every_shard_is_refused(tmp_path, refused):
+    """A row needs the token after it."""
     data_dir = counting_shards(tmp_path / "data", 10, 20)
-    assert len(TokenDataset(data_dir, "train", 19)) == 1
+    assert TokenDataset(data_dir, "train", 19)[[0]][1][0, -1] == 10 + 19
     error = refused(TokenDataset, data_dir, "train", 20)
     assert "max_seq_len=20" in error and "20 tokens" in error
 
@@ -136,13 +109,10 @@ def test_the_fingerprint_tells_shards_apart(tmp_path):
         return TokenDataset(str(tmp_path / name), "train", 8).fingerprint
 
     a, b = np.arange(3000), np.arange(3000, 6000)
-    first, last = a.copy(), b.copy()
-    first[0], last[-1] = 7, 7
-    prints = [fingerprint("a", a, b), fingerprint("first", first, b), fingerprint("last", a, last),
-              fingerprint("order", b, a), fingerprint("shorter", a, b[:-1]), fingerprint("fewer", a),
-              fingerprint("more", a, b, b)]
-    assert len(set(prints)) == len(prints)
-    assert fingerprint("copy", a, b) == prints[0]
+    first, last = np.where(a == 0, 7, a), np.where(b == 5999, 7, b)
+    datasets = [[a, b], [first, b], [a, last], [b, a], [a, b[:-1]], [a], [a, b, b]]
+    prints = [fingerprint(str(i), *shards) for i, shards in enumerate(datasets)]
+    assert len(set(prints)) == len(prints) and fingerprint("copy", a, b) == prints[0]
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -175,12 +145,13 @@ def test_any_number_of_ranks_sees_the_same_rows_and_resumes_by_rows_seen(tmp_pat
             assert torch.cat([batch[name] for batch in batches]).tolist() == rows.tolist()
         assert {loader.state_dict() for loader in loaders} == {24} and loaders[0].tokens == 24 * 8
     resumed = BatchLoader(dataset, 2, 3, 0, 1, CPU)
+    resumed.peek()
     resumed.load_state_dict(22)
     assert resumed.peek()["idx"].tolist() == next(resumed)["idx"].tolist() == expected[0][22:].tolist()
 
 
 class RowNumbers:
-    """A source of a loader: for each row its own index."""
+    """A source of a loader: the index of each row."""
 
     def __getitem__(self, indices):
         return {"number": np.asarray(indices)}
@@ -197,23 +168,32 @@ def test_sources_and_transforms_join_the_batch(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------
-# nanoGPT's data
+# nanoGPT's data: train.bin and val.bin, GPT-2 tokens without a header
 
-def test_nanogpts_files_become_shards_by_the_code_in_the_error(tmp_path, capsys):
-    for split, n in ("train", 300), ("val", 40):
-        np.arange(n, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
-    with pytest.raises(SystemExit):
-        TokenDataset(str(tmp_path), "train", 8)
-    error, _, code = capsys.readouterr().err.partition("\n")
-    assert error.startswith(f"error: data_dir={tmp_path}: train.bin and val.bin are nanoGPT's")
-    exec(code.replace("10**8", "100"), {})
-    assert sorted(path.name for path in tmp_path.glob("*_*.bin")) == [
-        "train_000000.bin", "train_000001.bin", "train_000002.bin", "val_000000.bin"]
-    assert np.concatenate([read_shard(path) for path in sorted(tmp_path.glob("train_*"))]).tolist() == list(range(300))
-    assert read_shard(tmp_path / "val_000000.bin").tolist() == list(range(40))
+def nanogpt_files(folder, **splits):
+    for split, ids in splits.items():
+        np.array(ids, dtype="<u2").tofile(folder / f"{split}.bin")
+    return str(folder)
+
+
+def test_nanogpts_files_are_read_as_one_shard_each(tmp_path, gpt2_vocabulary):
+    data_dir = nanogpt_files(tmp_path, train=range(3000), val=range(50_000, 50_042))
+    train, val = (TokenDataset(data_dir, split, 8) for split in ("train", "val"))
+    assert (train.tokens, len(train), train.dropped_tokens, train.vocab_size) == (3000, 374, 8, 50304)
+    assert train[[0, 373]][0][:, 0].tolist() == [0, 2984] and train[[373]][1][0, -1] == 2992
+    assert len(val) == 5 and val[[0]][0].tolist() == [list(range(50_000, 50_008))]
+    counting_shards(tmp_path, 100)
+    assert TokenDataset(data_dir, "train", 8).tokens == 100  # shards come first
+    assert TokenDataset(data_dir, "val", 8).fingerprint == val.fingerprint != train.fingerprint
+
+
+@pytest.mark.parametrize("content", [b"", b"ab", b"abcde"])
+def test_a_damaged_file_of_nanogpts_is_named(tmp_path, refused, content):
+    (tmp_path / "val.bin").write_bytes(content)
+    assert f"{tmp_path / 'val.bin'}: {len(content)} bytes" in refused(TokenDataset, str(tmp_path), "val", 1)
 
 
 def test_nanogpts_characters_are_prepared_again(tmp_path, refused):
+    data_dir = nanogpt_files(tmp_path, train=range(65))
     (tmp_path / "meta.pkl").touch()
-    (tmp_path / "train.bin").touch()
-    assert "--files=" in refused(TokenDataset, str(tmp_path), "train", 8)
+    assert "--files=" in refused(TokenDataset, data_dir, "train", 8)

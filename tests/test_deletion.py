@@ -1,144 +1,97 @@
-"""Anything in extras/ can be deleted, and a script copied and renamed: each tree is a copy with its own processes."""
-import json
-import os
+"""Anything in extras/ can be deleted, and a script copied and renamed: each tree is a copy with its own modules."""
 import re
 import shutil
-import signal
-import subprocess
 import sys
+import tempfile
 
 import pytest
 
-from conftest import ROOT, TINY
+from conftest import ROOT, SFT, TINY, Program, chats, extra_flags, forked, run, run_forked
 
-SCRIPTS = ("train_gpt2.py", "chat_sft.py", "prepare_data.py", "sample.py", "evaluate.py", "export_hf.py", "bench.py")
 # what asks for each file; plot and block_attention are on by default, compare is a script: nothing asks for them
-ASKED = {"distill": "--teacher=out/ckpt.pt", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam",
-         "fsdp": "--fsdp=True", "rollback": "--spike_loss=2", "sanity": "--sanity_check=True",
-         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "plot": None, "compare": None,
-         "block_attention": None}
+ASKED = {"distill": "--teacher=gpt2", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam", "fsdp": "--fsdp=True",
+         "rollback": "--spike_loss=2", "sanity": "--sanity_check=True", "trackers": "--tensorboard=True",
+         "lora": "--lora_rank=2", "plot": None, "compare": None, "block_attention": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
-
-# runs each command that it reads in a process of its own: a fork that has imported torch, and nothing of ours
-DRIVER = """
-import json, os, runpy, signal, sys
-import torch._dynamo, matplotlib.pyplot
-matplotlib.pyplot.Figure.savefig = lambda *_: None  # see conftest.py
-assert sys.path[0] == "" and not {checkout!r} in sys.path
-for line in sys.stdin.buffer:
-    folder, argv = json.loads(line)
-    if os.fork() == 0:
-        signal.alarm(600)
-        os.chdir(folder)
-        sys.stdin = open(os.devnull)
-        sys.argv, code = argv, 0
-        try:
-            runpy.run_path(argv[0], run_name="__main__")
-            runtime = sys.modules.get("runtime")
-            assert runtime is None or os.path.dirname(os.path.abspath(runtime.__file__)) == os.getcwd(), runtime
-        except SystemExit as end:
-            code = end.code or 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(code)
-    print("\\n=", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def driver():
-    """Runs the commands of all tests in this file: torch takes it five seconds to import."""
-    code = DRIVER.replace("{checkout!r}", repr(str(ROOT)))
-    with subprocess.Popen([sys.executable, "-c", code], env=clean_env(), stdin=subprocess.PIPE, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        yield process
-        process.stdin.close()
 
 
 def copy_tree(folder, without=()):
-    """A copy of what is needed to run, but for some files of extras/."""
+    """A copy of what is needed to run, without some files of extras/."""
     folder.mkdir()
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
+    with open(folder / "configurator.py", "a") as f:
+        f.write("print('imported', __file__)\n")
     ignore = shutil.ignore_patterns("__pycache__", *(f"{extra}.py" for extra in without))
     shutil.copytree(ROOT / "extras", folder / "extras", ignore=ignore)
     return folder
 
 
-def clean_env():
-    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+def forget_checkout(folder, *args):
+    """In a fork: what was imported from the checkout is imported from a copy of it."""
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/"):
+            del sys.modules[name]
+    sys.path[:] = [folder, *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    run_forked(*args)
 
 
-def run_in(driver, folder, *commands):
-    """Runs commands in a copy of the tree. Returns [(exit code, output), ...]."""
-    results = []
-    for argv in commands:
-        print(json.dumps([str(folder), argv]), file=driver.stdin, flush=True)
-        output = ""
-        while not (end := re.search(r"\n= (-?\d+)\n$", output)):
-            line = driver.stdout.readline()
-            assert line, output
-            output += line
-        results.append((int(end[1]), output[:end.start()]))
-    return results
+def run_in(folder, script, *args):
+    """Runs a script in a copy of the tree. Returns its exit code and what it printed."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        process = forked.Process(target=forget_checkout, args=(str(folder), f"{folder}/{script}", args, folder, {},
+                                                               [file.name] * 2))
+        process.start()
+        process.join(120)
+        output = file.read()
+    assert f"imported {folder}/configurator.py" in output, output[-3000:]
+    return process.exitcode, output
 
 
-def train(shards, *more):
-    return ["train_gpt2.py", *TINY, f"--data_dir={shards}", "--eval_interval=1", "--warmup_iters=0", *more]
-
-
-def write_chats(path):
-    chats = [[{"role": "user", "content": f"cat {i}"}, {"role": "assistant", "content": "ran"}] for i in range(18)]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-
-
-def test_without_any_extras_everything_else_runs(shards, tmp_path, driver):
+def test_without_any_extras_the_loops_run_and_adapters_are_read(shards, trained, tmp_path):
     tree = copy_tree(tmp_path / "tree")
-    shutil.rmtree(tree / "extras")
-    write_chats(tree / "chats.jsonl")
-    (tree / "texts.txt").write_text("the cat sat on a mat\n" * 400)
-    problem = {"ctx": "the cat", "endings": ["sat on a mat", "ran"], "label": 0, "ind": 0}
-    (tree / "tasks" / "hellaswag").mkdir(parents=True)
-    (tree / "tasks" / "hellaswag" / "test.jsonl").write_text(json.dumps(problem) + "\n")
-    results = run_in(
-        driver, tree,
-        ["prepare_data.py", "--files=texts.txt", "--tokenizer=bytes", "--data_dir=data"],
-        train("data", "--max_iters=1"),
-        train("data", "--init_from=resume", "--max_iters=2"),
-        ["chat_sft.py", "--data=chats.jsonl", "--max_iters=1", "--max_seq_len=32", "--compile=False", "--device=cpu"],
-        ["chat_sft.py", "--data=chats.jsonl", "--init_from=resume", "--max_iters=2"],
-        ["sample.py", "--checkpoint=out-chat", "--chat=True", "--prompt=a cat", "--max_new_tokens=4"],
-        ["evaluate.py", "--tasks=hellaswag", "--task_dir=tasks", "--data_dir=data"],
-        ["export_hf.py", "--out_dir=hf"],
-        *([script, "--help"] for script in SCRIPTS))
-    for code, output in results:
+    train = ["train_gpt2.py", *TINY, f"--data_dir={shards}", "--eval_interval=1", "--warmup_iters=0"]
+    chat = ["chat_sft.py", *SFT, f"--init_from={trained}", f"--data={chats(tmp_path / 'chats.jsonl', 60)}",
+            "--max_iters=1", "--warmup_iters=0"]
+    lora = extra_flags(lora=["--lora_rank=2", "--out_dir=lora"])
+    if lora:
+        code, output = run_in(tree, *chat, *lora)
         assert code == 0, output[-3000:]
-    assert "resumed at step 1" in results[2][1]
-    assert "extras/rollback.py is not here: running without it" in results[1][1]
+    shutil.rmtree(tree / "extras")
+    for argv, word in [
+            ([*train, "--max_iters=1"], "done after 1 steps"),
+            ([*train, "--max_iters=2", "--init_from=resume", "--compile=True", "--compile_backend=aot_eager"],
+             "extras/block_attention.py is not here: attention is slower on a CPU"),
+            (chat, "loss.png is not drawn: No module named 'extras'"),
+            ([*chat, "--max_iters=2", "--init_from=resume"], "done after 2 steps"),
+            (["sample.py", f"--checkpoint={'lora' if lora else 'out-chat'}", "--chat=True", "--prompt=q1",
+              "--max_new_tokens=4"], f"LoRA on {trained}" if lora else "chat model")]:
+        code, output = run_in(tree, *argv)
+        assert code == 0 and word in output, output[-3000:]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_without_one_file_the_rest_runs_and_asking_for_it_ends_in_one_line(extra, shards, tmp_path, driver):
+def test_without_one_file_asking_for_it_ends_in_one_line(extra, shards, trained, tmp_path):
     tree = copy_tree(tmp_path / "tree", without=[extra])
-    commands = [["train_gpt2.py", "--help"], ["chat_sft.py", "--help"], train(shards, "--max_iters=1"),
-                train(shards, "--init_from=resume", "--max_iters=2")]
+    argv = ["train_gpt2.py", *TINY, f"--data_dir={shards}", "--max_iters=1", "--warmup_iters=0"]
     if extra == "lora":  # of chat tuning alone
-        write_chats(tree / "chats.jsonl")
-        commands.append(["chat_sft.py", "--data=chats.jsonl", "--lora_rank=2", "--out_dir=other"])
-    elif ASKED[extra]:
-        commands.append(train(shards, ASKED[extra], "--max_iters=1", "--out_dir=other"))
-    results = run_in(driver, tree, *commands)
-    for code, output in results[:4]:
-        assert code == 0, output[-3000:]
-    assert "resumed at step 1" in results[3][1] and "step 2/2: loss" in results[3][1]
+        argv = ["chat_sft.py", *SFT, f"--init_from={trained}", f"--data={chats(tmp_path / 'chats.jsonl', 60)}"]
+    code, output = run_in(tree, *argv, *([ASKED[extra]] if ASKED[extra] else []))
     if ASKED[extra]:
-        code, output = results[4]
         errors = [line for line in output.splitlines() if line.startswith("error:")]
         assert code == 2 and len(errors) == 1 and "Traceback" not in output, output[-3000:]
-        assert f"extras/{extra}.py, which is not here" in errors[0] and ASKED[extra].split("=")[0] in errors[0]
+        assert f"No module named 'extras.{extra}'" in errors[0]
+    else:
+        assert code == 0 and "done after 1 steps" in output, output[-3000:]
+
+
+def test_only_features_imports_extras_and_none_of_them_another_at_its_top():
+    """So what runs without all of them also runs without one."""
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("extras/*.py")]:
+        source = path.read_text(encoding="utf-8")
+        assert not re.search(r"^(from|import) extras", source, re.MULTILINE), path
+        assert path.name == "features.py" or path.parent.name == "extras" or not re.search(
+            r"(from|import) extras", source), path
 
 
 def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for():
@@ -146,33 +99,23 @@ def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for
     assert set(EXTRAS) <= set(ASKED)
     for extra in EXTRAS:
         assert (ROOT / "tests" / f"test_{extra}.py").exists()
-        default = not ASKED[extra] or extra in ("rollback", "spam")
-        flag = "" if default else f"|{ASKED[extra].split('=')[0]}=(?!1|False)"
+        flag = f"|{ASKED[extra].split('=')[0]}=(?!1|False)" if ASKED[extra] else ""
         asks = re.compile(rf"extras\.{extra}\b|from extras import .*\b{extra}\b{flag}")
         for path in (ROOT / "tests").glob("*.py"):
             source = path.read_text(encoding="utf-8")
-            guarded = f'extra_settings("{extra}")' in source
+            guarded = f'importorskip("extras.{extra}")' in source or f"extra_flags({extra}=" in source
             if path.name not in (f"test_{extra}.py", "test_deletion.py", "test_configurator.py") and not guarded:
                 assert not asks.search(source), (path, asks.search(source))
 
 
-def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path, driver):
-    tree = copy_tree(tmp_path / "tree")
-    shutil.copy(tree / "train_gpt2.py", tree / "mine.py")
-    command = ["mine.py", *train(shards)[1:], "--max_iters=100000", "--eval_interval=100000"]
-    program = subprocess.Popen([sys.executable, "-u", *command], cwd=tree, env=clean_env(), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
-    output = ""
-    while "step 3/" not in output:
-        line = program.stdout.readline()
-        assert line, output
-        output += line
-    program.send_signal(signal.SIGTERM)
-    output += program.communicate()[0]
-    assert program.returncode == 0, output[-2000:]
-    assert "resume with python mine.py --init_from=resume --out_dir=out" in output, output[-2000:]
+def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
+    mine = shutil.copy(ROOT / "train_gpt2.py", tmp_path / "mine.py")
+    program = Program(mine, *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/out", "--max_iters=100000",
+                      "--eval_interval=100000", "--sample_tokens=0")
+    assert program.read_until("step 3/"), program.output
+    program.send("SIGTERM")
+    code, output = program.end()
+    assert code == 0 and f"resume with python {mine} --init_from=resume --out_dir={tmp_path}/out" in output, output
     step = int(re.search(r"stopped after step (\d+)", output)[1])
-    resume = ["mine.py", "--init_from=resume", "--out_dir=out", f"--max_iters={step + 2}"]
-    [(code, output)] = run_in(driver, tree, resume)
-    assert code == 0 and f"resumed at step {step}" in output, output[-2000:]
-    assert f"done after {step + 2} steps" in output, output[-2000:]
+    output = run(mine, "--init_from=resume", f"--out_dir={tmp_path}/out", f"--max_iters={step + 1}")
+    assert f"done after {step + 1} steps" in output

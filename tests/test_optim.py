@@ -2,10 +2,9 @@
 import pytest
 import torch
 
-from checkpoint import get_state, load_state
-from conftest import defaults, literals, same
-from model import GPT, GPTConfig
-from optim import build_schedule, configure_optimizer, set_lr
+from conftest import defaults, error_line, literals, optimizer_config, same, small_gpt
+from muon import newton_schulz
+from optim import build_schedule, configure_optimizer, set_lr_and_momentum
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -16,41 +15,32 @@ def schedule_config(schedule, **changes):
                    wsd_decay_frac=0.2), **changes}
 
 
-def learning_rates(schedule, steps=101, **changes):
-    get_lr = build_schedule(schedule_config(schedule, **changes), max_iters=100)
-    return [get_lr(it) for it in range(steps)]
+def learning_rates(schedule, steps=101, max_iters=100, **changes):
+    return list(map(build_schedule(schedule_config(schedule, **changes), max_iters), range(steps)))
 
 
-def torch_learning_rates(scheduler):
-    lrs = []
+def torch_learning_rates(scheduler, **settings):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.6)
+    scheduler, lrs = scheduler(optimizer, **settings), []
     for _ in range(101):
         lrs.append(scheduler.get_last_lr()[0])
-        scheduler.optimizer.step()
+        optimizer.step()
         scheduler.step()
     return lrs
 
 
-def new_sgd():
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.6)
-
-
 def test_cosine_equals_torch():
-    lrs = learning_rates("cosine")
-    expected = torch_learning_rates(torch.optim.lr_scheduler.CosineAnnealingLR(new_sgd(), T_max=90, eta_min=0.06))
+    lrs = learning_rates("cosine", steps=200)
+    expected = torch_learning_rates(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=90, eta_min=0.06)
     assert lrs[:10] == pytest.approx([0.06 * (i + 1) for i in range(10)])
-    assert lrs[10:] == pytest.approx(expected[:91])
-    assert learning_rates("cosine", steps=200)[100:] == [0.06] * 100
+    assert lrs[10:101] == pytest.approx(expected[:91]) and lrs[100:] == [0.06] * 100
     assert learning_rates("cosine", lr_decay_iters=50)[50:] == [0.06] * 51
 
 
-def test_wsd_equals_torch():
-    expected = torch_learning_rates(torch.optim.lr_scheduler.LinearLR(new_sgd(), 1.0, 0.1, total_iters=20))
+def test_wsd_equals_torch_and_constant_stays():
+    expected = torch_learning_rates(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.1, total_iters=20)
     lrs = learning_rates("wsd")
-    assert lrs[10:81] == pytest.approx([0.6] * 71)
-    assert lrs[80:101] == pytest.approx(expected[:21])
-
-
-def test_constant_stays():
+    assert lrs[10:80] == pytest.approx([0.6] * 70) and lrs[80:] == pytest.approx(expected[:21])
     assert learning_rates("constant", steps=200)[10:] == [0.6] * 190
 
 
@@ -63,11 +53,9 @@ def test_a_schedule_without_a_formula_is_found_before_the_first_step():
 
 def test_chat_tuning_warms_up_for_a_tenth_of_the_run_and_at_most_100_steps():
     for max_iters, warmup_iters in ((5, 0), (100, 10), (5000, 100)):
-        unset, explicit = (build_schedule(schedule_config("cosine", warmup_iters=n), max_iters)
-                           for n in (None, warmup_iters))
-        assert [unset(it) for it in range(200)] == [explicit(it) for it in range(200)]
-    whole_run_falls = schedule_config("wsd", warmup_iters=None, wsd_decay_frac=1.0, min_lr=0.0)
-    assert build_schedule(whole_run_falls, 100)(0) == 0.6
+        unset, explicit = (learning_rates("cosine", 200, max_iters, warmup_iters=n) for n in (None, warmup_iters))
+        assert unset == explicit
+    assert learning_rates("wsd", warmup_iters=None, wsd_decay_frac=1.0, min_lr=0.0)[0] == 0.6  # all of the run falls
 
 
 @pytest.mark.parametrize("schedule, changes, words", [
@@ -78,25 +66,12 @@ def test_chat_tuning_warms_up_for_a_tenth_of_the_run_and_at_most_100_steps():
     ("cosine", dict(min_lr=0.7), ["--min_lr=0.7", "--learning_rate=0.6"]),
 ])
 def test_a_schedule_that_cannot_be_is_refused(capsys, schedule, changes, words):
-    with pytest.raises(SystemExit) as end:
-        build_schedule(schedule_config(schedule, **changes), 100)
-    message = capsys.readouterr().err
-    assert end.value.code == 2 and all(word in message for word in words), message
+    message = error_line(capsys, build_schedule, schedule_config(schedule, **changes), 100)
+    assert all(word in message for word in words), message
 
 
 # ---------------------------------------------------------------------------------------------------
 # parameter groups
-
-def optimizer_config(optimizer="adamw", **changes):
-    return {**dict(optimizer=optimizer, learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, muon_lr=0.02,
-                   embedding_lr=None, head_lr=None, vector_lr=None), **changes}
-
-
-def small_gpt(arch, **changes):
-    torch.manual_seed(0)
-    config = dict(arch=arch, n_layer=2, n_head=2, n_embd=16, vocab_size=32, max_seq_len=8)
-    return GPT(GPTConfig(**{**config, **changes}))
-
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_matrices_decay_and_norms_and_biases_do_not(arch):
@@ -110,65 +85,66 @@ def test_matrices_decay_and_norms_and_biases_do_not(arch):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
-    gpt = small_gpt("llama")
+    gpt, muon = small_gpt("llama"), optimizer == "muon"
     config = optimizer_config(optimizer, embedding_lr=0.1, head_lr=0.004, vector_lr=0.003)
     groups = configure_optimizer(gpt, config)
-    peaks = {group["lr"] for group in groups.param_groups}
-    assert peaks == {0.02 if optimizer == "muon" else 1e-3, 0.1, 0.004, 0.003}
-    set_lr(groups, 5e-4, iter_num=50)  # half the peak
+    assert {group["lr"] for group in groups.param_groups} == {0.02 if muon else 1e-3, 0.1, 0.004, 0.003}
+    set_lr_and_momentum(groups, 5e-4, iter_num=50)  # half the peak
     lr = {id(p): group["lr"] for group in groups.param_groups for p in group["params"]}
     for name, p in gpt.named_parameters():
         expected = (0.0015 if p.dim() < 2 else 0.05 if "wte" in name else 0.002 if "lm_head" in name else
-                    0.01 if optimizer == "muon" else 5e-4)
+                    0.01 if muon else 5e-4)
         assert lr[id(p)] == pytest.approx(expected), name
-    momenta = [group["muon_momentum"] for group in groups.param_groups if "muon_momentum" in group]
-    assert momenta == ([pytest.approx(0.9)] if optimizer == "muon" else [])
-    set_lr(groups, 5e-4, iter_num=1000)
-    momenta = [group["muon_momentum"] for group in groups.param_groups if "muon_momentum" in group]
-    assert momenta == ([pytest.approx(0.95)] if optimizer == "muon" else [])
+    for iter_num, momentum in ((50, 0.9), (1000, 0.95)):
+        set_lr_and_momentum(groups, 5e-4, iter_num)
+        momenta = [group["muon_momentum"] for group in groups.param_groups if "muon_momentum" in group]
+        assert momenta == ([pytest.approx(momentum)] if muon else [])
 
 
 def test_rates_in_proportion_to_zero_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        configure_optimizer(small_gpt("gpt2"), optimizer_config(learning_rate=0.0, embedding_lr=0.1))
-    assert "--learning_rate=0" in capsys.readouterr().err
-    groups = configure_optimizer(small_gpt("gpt2"), optimizer_config(learning_rate=0.0, weight_decay=0.0)).param_groups
+    gpt = small_gpt("gpt2")
+    config = optimizer_config(learning_rate=0.0, embedding_lr=0.1)
+    assert "--learning_rate=0" in error_line(capsys, configure_optimizer, gpt, config)
+    groups = configure_optimizer(gpt, optimizer_config(learning_rate=0.0, weight_decay=0.0)).param_groups
     assert {group["lr"] for group in groups} == {0.0}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_spam"])
-def test_a_group_has_one_setting_besides_torchs(optimizer):
-    keys = {*torch.optim.AdamW([torch.zeros(1)]).param_groups[0], "lr_scale"}
-    for group in configure_optimizer(small_gpt("gpt2"), optimizer_config(optimizer)).param_groups:
-        assert group.keys() == keys
+def take_steps(gpt, optimizer, steps):
+    """With the same gradients in the same step of each run and rank."""
+    for step in steps:
+        torch.manual_seed(step)
+        for p in gpt.parameters():
+            p.grad = torch.randn_like(p)
+        set_lr_and_momentum(optimizer, 1e-3, step)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("optimizer", literals("train_gpt2.py")["optimizer"])
-def test_each_optimizer_resumes_exactly(optimizer):
-    """All it has to keep is in its `state`: the groups are not restored, their settings may change on resume."""
-    def create():
+def test_each_optimizer_resumes_exactly_and_with_the_settings_of_the_new_start(optimizer):
+    """All it has to keep is in its `state`; the settings of its groups may have been changed."""
+    def create(**changes):
         gpt = small_gpt("llama")
-        return gpt, configure_optimizer(gpt, {**defaults("train_gpt2.py"), "optimizer": optimizer})
+        return gpt, configure_optimizer(gpt, {**defaults("train_gpt2.py"), "optimizer": optimizer, **changes})
 
-    def take_steps(gpt, optimizer, steps):
-        for step in steps:
-            torch.manual_seed(step)
-            for p in gpt.parameters():
-                p.grad = torch.randn_like(p)
-            set_lr(optimizer, 1e-3, step)
-            optimizer.step()
-
-    whole, first, second = create(), create(), create()
+    whole, first, second, changed = create(), create(), create(), create(weight_decay=0.7, beta1=0.5, head_lr=0.3)
     take_steps(*whole, range(4))
     take_steps(*first, range(2))
-    load_state(*second, dict(zip(("model", "optimizer"), get_state(*first))))
+    for part, saved in zip(second, first):
+        part.load_state_dict(saved.state_dict())
     take_steps(*second, range(2, 4))
     assert same(whole[0].state_dict(), second[0].state_dict())
 
+    groups = changed[1].state_dict()["param_groups"]
+    changed[1].load_state_dict(first[1].state_dict())
+    assert changed[1].state_dict()["param_groups"] == groups
+    assert same(changed[1].state_dict()["state"], first[1].state_dict()["state"])
+
+
+# ---------------------------------------------------------------------------------------------------
+# Muon
 
 def test_newton_schulz_is_torchs():
     """To 1e-6 for each of several matrices at once, by a step of torch.optim.Muon from zero, without momentum."""
-    from muon import newton_schulz
     for rows, cols in (16, 16), (64, 16), (16, 48), (256, 1024):
         torch.manual_seed(rows)
         gradients = torch.randn(3, rows, cols) * torch.tensor([1e-4, 1.0, 1e4])[:, None, None]
@@ -180,33 +156,14 @@ def test_newton_schulz_is_torchs():
         torch.testing.assert_close(newton_schulz(gradients).float(), expected, rtol=0, atol=1e-6)
 
 
-def test_a_momentum_that_is_not_muons_stays():
-    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr_scale": 1.0}], lr=1e-3, momentum=0.5)
-    set_lr(optimizer, 1e-3, iter_num=50)
-    assert optimizer.param_groups[0]["momentum"] == 0.5
-
-
-# ---------------------------------------------------------------------------------------------------
-# Muon
-
-def orthogonalized(g):
-    """Five steps of the quintic Newton-Schulz iteration (kellerjordan.github.io/posts/muon), in float64."""
-    x = g.double() / g.double().norm()
-    x = x.T if g.size(0) > g.size(1) else x
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.T if g.size(0) > g.size(1) else x
-
-
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-@pytest.mark.parametrize("compile", [False, True])
-def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, compile):
+@pytest.mark.parametrize("arch, backend", [
+    ("gpt2", None), ("llama", "aot_eager"), pytest.param("llama", "inductor", marks=pytest.mark.slow)])
+def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, backend):
     """Three steps with random gradients; its matmuls are in bfloat16, hence the tolerance."""
     gpt, twin = small_gpt(arch), small_gpt(arch)
     optimizer = configure_optimizer(gpt, optimizer_config("muon"))
-    if compile:
-        optimizer.compile("inductor")
+    if backend:
+        optimizer.compile(backend)
     hidden = {name: p for name, p in twin.named_parameters() if p.dim() == 2 and "transformer.h." in name}
     rest = [p for name, p in twin.named_parameters() if name not in hidden]
     adamw = torch.optim.AdamW([{"params": [p for p in rest if p.dim() == 2], "weight_decay": 0.1},
@@ -215,21 +172,19 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, co
     momentum = {name: torch.zeros_like(p) for name, p in hidden.items()}
     mean_square = dict.fromkeys(hidden, 0.0)  # of each row, NorMuon's
     for step in range(3):
+        take_steps(gpt, optimizer, [step])
         for p, q in zip(gpt.parameters(), twin.parameters()):
-            p.grad, q.grad = (g := torch.randn_like(p)), g.clone()
-        set_lr(optimizer, 1e-3, step)
-        optimizer.step()
+            q.grad = p.grad
         adamw.step()
-        with torch.no_grad():
-            mu = 0.85 + 0.001 * step
-            for name, p in hidden.items():
-                momentum[name] = mu * momentum[name] + (1 - mu) * p.grad
-                update = orthogonalized(mu * momentum[name] + (1 - mu) * p.grad)  # Nesterov
-                norm = update.norm()
-                mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
-                update = update / mean_square[name].sqrt()[:, None]
-                update *= norm / update.norm()
-                p -= 0.02 * (0.1 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
+        mu = 0.85 + 0.001 * step
+        for name, p in hidden.items():
+            momentum[name] = mu * momentum[name] + (1 - mu) * p.grad
+            update = newton_schulz((mu * momentum[name] + (1 - mu) * p.grad)[None])[0].float()  # Nesterov
+            norm = update.norm()
+            mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
+            update = update / mean_square[name].sqrt()[:, None]
+            update *= norm / update.norm()
+            p.data -= 0.02 * (0.1 * p.data + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
     for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
         if name in hidden:  # of three updates, each with entries of about 0.02 / sqrt(16)
             assert (p - q).abs().mean() < 0.02 * 0.02, name
@@ -237,35 +192,26 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, co
             torch.testing.assert_close(p, q)
 
 
-def take_steps(rank, world_size, folder):
-    """Four Muon steps with the same gradients on every rank, resumed after two; saves weights, state and shares."""
+def run_rank(rank, world_size, folder):
+    """Four Muon steps, resumed after two; saves weights, state and this rank's share of the matrices."""
     if world_size > 1:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
                                              world_size=world_size)
-    torch.set_num_threads(1)
     gpt = small_gpt("llama")
-    optimizer = configure_optimizer(gpt, optimizer_config("muon"))
-    for step in range(4):
-        torch.manual_seed(step)
-        for p in gpt.parameters():
-            p.grad = torch.randn_like(p)
-        set_lr(optimizer, 1e-3, step)
-        optimizer.step()
-        if step == 1:
-            state = optimizer.state_dict()
-            optimizer = configure_optimizer(gpt, optimizer_config("muon"))
-            optimizer.load_state_dict(state)
-    state = optimizer.state_dict()
-    owner = {name: optimizer.owner[p] for name, p in gpt.named_parameters() if p in optimizer.owner}
-    torch.save([gpt.state_dict(), state, owner], f"{folder}/{world_size}_{rank}.pt")
+    optimizer, resumed = (configure_optimizer(gpt, optimizer_config("muon")) for _ in range(2))
+    take_steps(gpt, optimizer, range(2))
+    resumed.load_state_dict(optimizer.state_dict())
+    take_steps(gpt, resumed, range(2, 4))
+    owner = {name: resumed.owner[p] for name, p in gpt.named_parameters() if p in resumed.owner}
+    torch.save([gpt.state_dict(), resumed.state_dict(), owner], f"{folder}/{world_size}_{rank}.pt")
     if world_size > 1:
         torch.distributed.destroy_process_group()
 
 
 def test_ranks_that_share_out_the_matrices_make_the_update_of_one(tmp_path):
     """Bit for bit on each rank; the saved state is whole; each rank has its share of the work."""
-    take_steps(0, 1, tmp_path)
-    torch.multiprocessing.start_processes(take_steps, (2, tmp_path), nprocs=2, start_method="forkserver")
+    run_rank(0, 1, tmp_path)
+    torch.multiprocessing.start_processes(run_rank, (2, tmp_path), nprocs=2, start_method="forkserver")
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("1_0", "2_0", "2_1"))
     assert same(one[:2], first[:2]) and same(first, second)
     assert len(one[1]["state"]) == sum(len(group["params"]) for group in one[1]["param_groups"]) == 21

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import dataloader
 import machine
+from checkpoint import load_model
 from compiling import compile_options
 from configurator import read_config_file
 from conftest import (LLAMA, MLA, ROOT, TINY, check_compiled, check_resumed, check_same_run, defaults, error_line,
@@ -37,12 +38,10 @@ def test_a_run_learns_logs_and_leaves_a_checkpoint(trained):
     assert log["val_ppl", 20] == pytest.approx(math.exp(log["val_loss", 20]), rel=1e-4)
     assert log["tokens", 20] == 20 * 4 * 2 * 32
 
-    checkpoint = load(trained)
+    checkpoint, config = load(trained), json.loads((trained / "config.json").read_text())
     assert {"model", "optimizer", "model_args", "config", "best_val_loss"} <= checkpoint.keys()  # nanoGPT's
     assert checkpoint["iter_num"] == 20 and checkpoint["rows_seen"] == 160
-    config = json.loads((trained / "config.json").read_text())
     assert config.pop("machine")["torch"] == torch.__version__ and config == checkpoint["config"]
-    GPT(GPTConfig(**checkpoint["model_args"])).load_state_dict(checkpoint["model"])
 
 
 def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, trained):
@@ -54,9 +53,7 @@ def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, traine
     weights = GPT(GPTConfig(**load(trained)["model_args"])).state_dict()
     twin.load_state_dict({name: tensor.t() if re.search(r"c_\w+\.weight", name) else tensor  # GPT-2's are (in, out)
                           for name, tensor in weights.items()})
-    matrices = [p for p in twin.parameters() if p.dim() > 1]
-    vectors = [p for p in twin.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in twin.parameters()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False, fused=False)
     tokens = np.fromfile(shards / "train_000000.bin", dtype=np.uint16)[512:].astype(np.int64)
     order = np.random.default_rng((1337, 0)).permutation((len(tokens) - 1) // 32)
@@ -77,9 +74,7 @@ def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, traine
 
 def test_validation_is_the_mean_over_its_tokens(shards, trained):
     """In nats per token, and in bits per byte: a token of the bytes tokenizer is a byte, but <|endoftext|> is none."""
-    checkpoint, log = load(trained), read_log(trained, "val_loss", "val_bpb")
-    gpt = GPT(GPTConfig(**checkpoint["model_args"])).eval()
-    gpt.load_state_dict(checkpoint["model"])
+    (gpt, checkpoint), log = load_model(trained, CPU), read_log(trained, "val_loss", "val_bpb")
     x, y = map(torch.from_numpy, TokenDataset(str(shards), "val", 32)[range(16)])  # eval_iters * batch_size rows
     with torch.no_grad():
         loss = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten()).item()
@@ -108,8 +103,9 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(shards, trained, tmp_
     assert "changed on resume: max_iters 10 -> 20" in output and output.count("----- sample") == 2  # at 10 again
     check_same_run(trained, tmp_path)
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    events = [(line["event"], line["iter"], line["tokens"], line["compile_seconds"]) for line in lines if "event" in line]
-    assert events == [("start", 0, 0, 0.0), ("resume", 10, 2560, 0.0)]
+    assert [line for line in lines if "event" in line] == [
+        {"iter": 0, "tokens": 0, "event": "start", "compile_seconds": 0.0},
+        {"iter": 10, "tokens": 2560, "event": "resume", "compile_seconds": 0.0}]
 
 
 def test_with_two_ranks_muon_and_dropout_too(shards, tmp_path):
@@ -123,38 +119,40 @@ def test_seconds_flops_and_tokens_go_on_after_a_resume_with_another_batch_size(s
     log = read_log(tmp_path, "seconds", "flops", "ms", "tokens")
     assert log["tokens", 3] == 3 * 256 and log["tokens", 5] == 3 * 256 + 2 * 512
     assert log["seconds", 5] == pytest.approx(sum(log["ms", i] for i in range(1, 6)) / 1000)
-    gpt = GPT(GPTConfig(**load(tmp_path)["model_args"]))
-    assert log["flops", 5] == gpt.flops_per_token(32) * log["tokens", 5]
+    assert log["flops", 5] == load_model(tmp_path, CPU)[0].flops_per_token(32) * log["tokens", 5]
+
+
+def read_preset(name):
+    return read_config_file(f"{ROOT}/config/{name}.py")
 
 
 @pytest.mark.parametrize("preset", ["gpt2_baseline", "gpt2_mla", "gpt2_spam", "speedrun"])
 def test_a_preset_trains_on_the_same_rows_with_1_2_4_and_8_ranks(preset):
-    stated = read_config_file(f"{ROOT}/config/{preset}.py")
-    settings = {**defaults("train_gpt2.py"), **stated}
+    settings = {**defaults("train_gpt2.py"), **read_preset(preset)}
     batch_size, accumulation = settings["batch_size"], settings["gradient_accumulation_steps"]
     for ranks in (1, 2, 4, 8):
         assert ranks * batch_size * local_grad_accum_steps(accumulation, ranks, batch_size) == 128
-    assert stated.get("max_iters") == (10_000 if preset.startswith("gpt2") else None)
+    assert settings["max_iters"] == (50_000 if preset == "speedrun" else 10_000)
 
 
-@pytest.mark.parametrize("preset, flags", [("quickstart", []), ("gpt2_mla", ["--kv_lora_rank=8"]),
-                                           ("gpt2_spam", ["--prune_begin=0"])])
-def test_a_preset_starts_as_what_it_says(shards, tmp_path, preset, flags):
+def test_the_quick_start_takes_every_setting_of_the_recipe():
+    assert read_preset("speedrun").items() <= read_preset("quickstart").items()
+
+
+@pytest.mark.parametrize("preset, flag, expected", [("quickstart", "--dropout=0", ["mha", "muon", 0.01]),
+                                                    ("gpt2_mla", "--kv_lora_rank=8", ["mla", "adamw", 6e-4]),
+                                                    ("gpt2_spam", "--prune_begin=0", ["mha", "adamw_spam", 6e-4])])
+def test_a_preset_starts_as_what_it_says(shards, tmp_path, preset, flag, expected):
     if preset == "gpt2_spam" and extra_flags(spam=["here"], prune=["here"]) != ["here"] * 2:
         pytest.skip("a file of extras/ is not here")
     small = [flag for flag in TINY if not flag.startswith(("--learning_rate", "--warmup", "--gradient"))]
-    run("train_gpt2.py", f"{ROOT}/config/{preset}.py", *small, *flags, f"--data_dir={shards}", f"--out_dir={tmp_path}",
+    run("train_gpt2.py", f"{ROOT}/config/{preset}.py", *small, flag, f"--data_dir={shards}", f"--out_dir={tmp_path}",
         "--max_iters=1", "--warmup_iters=0")
-    config = load(tmp_path)["config"]
-    if preset == "quickstart":  # takes every setting of the recipe
-        recipe, stated = (read_config_file(f"{ROOT}/config/{name}.py") for name in ("speedrun", preset))
-        assert recipe and recipe.items() <= stated.items()
-    assert [config[name] for name in ("attention", "optimizer", "learning_rate")] == {
-        "quickstart": ["mha", "muon", 0.01], "gpt2_mla": ["mla", "adamw", 6e-4],
-        "gpt2_spam": ["mha", "adamw_spam", 6e-4]}[preset]
+    assert [load(tmp_path)["config"][name] for name in ("attention", "optimizer", "learning_rate")] == expected
 
 
-@pytest.mark.parametrize("ranks, batch_size, accumulation", [(2, 4, 2), (4, 1, 8)])
+@pytest.mark.parametrize("ranks, batch_size, accumulation", [
+    (2, 4, 2), pytest.param(4, 1, 8, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_and_micro_batches_trains_the_same_model(shards, trained, tmp_path, ranks, batch_size,
                                                                      accumulation):
     run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", f"--batch_size={batch_size}",
@@ -169,38 +167,31 @@ def test_any_number_of_ranks_and_micro_batches_trains_the_same_model(shards, tra
 # -----------------------------------------------------------------------------
 # compiled
 
-@pytest.mark.parametrize("flags, ranks, backend", [
-    pytest.param([], 1, "inductor", marks=pytest.mark.slow), ([*MLA, "--batch_size=7"], 2, "aot_eager"),
-    pytest.param([*LLAMA, "--recompute=True", "--batch_size=1"], 1, "aot_eager", marks=pytest.mark.slow),
-    pytest.param(["--arch=llama", *MLA, "--q_lora_rank=12"], 1, "inductor", marks=pytest.mark.slow)],
-    ids=["gpt2", "gpt2_mla_two_ranks", "llama_recompute", "llama_mla"])
-def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, flags, ranks, backend):
+@pytest.mark.parametrize("ranks, flags", [
+    (1, [*MLA, "--batch_size=7", "--compile_backend=aot_eager"]),
+    pytest.param(1, ["--compile_mode=reduce-overhead"], marks=pytest.mark.slow),
+    pytest.param(1, [*LLAMA, "--recompute=True", "--batch_size=1", "--compile_mode=max-autotune"],
+                 marks=pytest.mark.slow),
+    pytest.param(2, ["--arch=llama", *MLA, "--q_lora_rank=12"], marks=pytest.mark.slow)],
+    ids=["gpt2_mla", "gpt2", "llama_recompute", "llama_mla_two_ranks"])
+def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, ranks, flags):
     """Over training, validation, sampling and saving; fullgraph=True makes a graph break an error."""
     for name, compile in (("eager", False), ("compiled", True)):
         output = run("train_gpt2.py", *TINY, *flags, f"--data_dir={shards}", f"--out_dir={tmp_path / name}",
-                     "--n_layer=1", f"--compile={compile}", f"--compile_backend={backend}", ranks=ranks)
+                     "--n_layer=1", f"--compile={compile}", ranks=ranks)
         assert "WARNING" not in output and ("compiled in" in output) == compile
-        assert not compile or f"compiling, backend {backend}, mode default ..." in output
+    backend, mode = load(tmp_path / "compiled")["config"]["compile_backend"], flags[-1].partition("_mode=")[2]
+    assert f"compiling, backend {backend}, mode {mode or 'default'} ..." in output
     check_compiled(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--compile_mode=reduce-overhead", "--compile_mode=max-autotune",
-                                  "--compile_backend=eager"])
-def test_each_way_to_compile_runs_and_is_named(shards, tmp_path, flag):
-    output = run("train_gpt2.py", *TINY, "--compile=True", flag, f"--data_dir={shards}", f"--out_dir={tmp_path}",
-                 "--max_iters=2", "--n_layer=1", "--sample_tokens=0")
-    assert "compiling, backend {}, mode {} ...".format(*("eager", "default") if "backend" in flag else
-                                                       ("inductor", flag.partition("=")[2])) in output
-    assert set(read_log(tmp_path, "recompiles").values()) == {0}
-
-
 def test_without_a_compiler_it_runs_uncompiled_with_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     config = {"compile": True, "compile_mode": None, "compile_backend": "inductor"}
     assert compile_options(config, CPU) is None
-    assert "WARNING: torch.compile cannot work here (InvalidCxxCompiler: " in capsys.readouterr().out
+    assert re.search(r"WARNING: torch.compile cannot work here \(.*No working C\+\+ compiler", capsys.readouterr().out)
     line = error_line(capsys, compile_options, {**config, "compile_backend": "fastest"}, CPU)
     assert "--compile_backend=fastest: " in line and "inductor" in line
 
@@ -210,7 +201,10 @@ def test_without_a_compiler_it_runs_uncompiled_with_a_warning(tmp_path, monkeypa
 
 def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
     """float16 from a scale at which it overflows: those steps are skipped without a warning."""
-    scale = "import functools, torch\ntorch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.**40)"
+    scale = """
+import functools, torch
+torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.**18)
+"""
     reference = read_log(trained, "val_loss")["val_loss", 20]
     for dtype, skipped, script in (("float16", 1, patched(tmp_path, "train_gpt2.py", scale)),
                                    ("bfloat16", 0, "train_gpt2.py")):
@@ -271,16 +265,12 @@ def test_wsd_and_another_runs_weights(shards, trained, tmp_path):
 
 
 def test_nanogpts_data_trains_as_it_is(gpt2_vocabulary, tmp_path):
-    data = write_shards(tmp_path / "data", "gpt2", train=5000, val=1000)
-    (data / "meta.json").unlink()
-    for split in ("train", "val"):
-        shard = data / f"{split}_000000.bin"
-        (data / f"{split}.bin").write_bytes(shard.read_bytes()[1024:])
-        shard.unlink()
-    output = run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path}/o", "--max_iters=3")
-    assert "5,000 tokens" in output and "1,000 tokens for validation" in output
-    assert (load(tmp_path / "o")["tokenizer"], load(tmp_path / "o")["model_args"]["vocab_size"]) == ("gpt2", 50304)
-    assert read_log(tmp_path / "o", "train_loss")["train_loss", 1] == pytest.approx(math.log(50304), rel=0.02)
+    for split, n in (("train", 5000), ("val", 1000)):
+        np.arange(n, dtype="<u2").tofile(tmp_path / f"{split}.bin")
+    output = run("train_gpt2.py", *TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path}", "--max_iters=3")
+    assert " 5,000 tokens" in output and " 1,000 tokens for validation" in output
+    assert (load(tmp_path)["tokenizer"], load(tmp_path)["model_args"]["vocab_size"]) == ("gpt2", 50304)
+    assert read_log(tmp_path, "train_loss")["train_loss", 1] == pytest.approx(math.log(50304), rel=0.02)
 
 
 # -----------------------------------------------------------------------------
@@ -329,7 +319,8 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
 
 def test_data_of_another_tokenizer_is_refused(shards, trained, tmp_path):
     torch.save({**load(trained), "tokenizer": "gpt2"}, tmp_path / "ckpt.pt")
-    line = refused("train_gpt2.py", f"--init_from={tmp_path}/ckpt.pt", f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+    line = refused("train_gpt2.py", f"--init_from={tmp_path}/ckpt.pt", f"--data_dir={shards}",
+                   f"--out_dir={tmp_path}/o")
     assert f"--data_dir={shards}: has bytes tokens, but the model" in line and "gpt2 tokens" in line
 
 
@@ -413,10 +404,8 @@ features.change_training = change_training
 # sampling, and the machine
 
 def test_a_checkpoint_samples(trained):
-    text = run("sample.py", f"--checkpoint={trained}", "--dtype=float32", "--prompt=the cat", "--num_samples=2",
-               "--max_new_tokens=20")
-    val_loss = read_log(trained, "val_loss")["val_loss", 20]
-    assert f"step 20, val loss {val_loss:.4f} at step 20" in text and text.count("the cat") == 2
+    text = run("sample.py", f"--checkpoint={trained}", "--prompt=the cat", "--num_samples=2", "--max_new_tokens=20")
+    assert f"step 20, val loss {load(trained)['val_loss']:.4f} at step 20" in text and text.count("the cat") == 2
 
 
 def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_can_show(monkeypatch, capsys):
@@ -432,19 +421,17 @@ def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_
 
 
 def test_a_peak_is_that_of_the_card(monkeypatch):
-    monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: pytest.fail("measured"))
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
+    monkeypatch.setattr("timeit.repeat", lambda *_, **__: [2 * 4096 ** 3])  # measured: 1 FLOP/s
     for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-                        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", None),
-                        ("NVIDIA RTX A4000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None)):
+                        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", 1.0),
+                        ("NVIDIA RTX A4000", 1.0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 1.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        for dtype, expected in (("bfloat16", flops), ("float32", None)):
-            if expected:
-                assert machine.peak_flops(torch.device("cuda:0"), dtype) == expected, name
-            else:
-                with pytest.raises(pytest.fail.Exception, match="measured"):
-                    machine.peak_flops(torch.device("cuda:0"), dtype)
+        peaks = [machine.peak_flops(torch.device("cuda:0"), dtype) for dtype in ("bfloat16", "float32")]
+        assert peaks == [flops, 1.0], name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no Linux with huge pages")
 def test_large_tensors_ask_for_huge_pages(monkeypatch):
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)  # set since distributed was imported

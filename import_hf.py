@@ -1,0 +1,197 @@
+"""
+Reads models trained elsewhere: Hugging Face folders, OpenAI's GPT-2 from the hub, and nanoGPT's ckpt.pt.
+
+transformers opens the first two, and model.py must compute the same logits. export_hf.py goes the other way with the
+same tables of names. transformers and huggingface_hub are imported only when such a model is read.
+"""
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from configurator import one_line_errors
+from model import GPT, GPTConfig
+from distributed import print0
+
+GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights, on the Hugging Face hub
+RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a checkpoint; an export's run.json
+
+# -----------------------------------------------------------------------------
+# config.json
+
+LLAMA_FIELDS = {"max_position_embeddings": "max_seq_len", "vocab_size": "vocab_size", "num_hidden_layers": "n_layer",
+                "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
+                "intermediate_size": "intermediate_size", "rope_theta": "rope_theta"}
+HF_FIELDS = {  # model_type -> {transformers' name of a field: GPTConfig's}
+    "gpt2": {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
+             "n_embd": "n_embd", "n_inner": "intermediate_size"},
+    "llama": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
+    "deepseek_v3": {"first_k_dense_replace": "n_layer",  # all layers are dense
+                    "rms_norm_eps": "norm_eps",  # 1e-5 in older exports
+                    "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
+                    "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
+                    "v_head_dim": "v_head_dim", **LLAMA_FIELDS},
+}
+
+
+def config_to_hf(config):
+    """The fields of config.json for a GPTConfig, as a dict."""
+    kind = ("gpt2" if config.arch == "gpt2" else "deepseek_v3" if config.attention == "mla" else
+            "qwen3" if config.qk_norm else "llama")
+    hf_config = {"model_type": kind, "tie_word_embeddings": kind == "gpt2",
+                 **{hf_name: getattr(config, name) for hf_name, name in HF_FIELDS[kind].items()}}
+    if kind == "gpt2":
+        return {**hf_config, "layer_norm_epsilon": config.norm_eps,
+                "activation_function": "gelu" if config.gelu == "exact" else "gelu_new",
+                "n_ctx": config.max_seq_len}  # llama.cpp's converter reads this instead of n_positions
+    return {**hf_config, "rms_norm_eps": config.norm_eps,
+            # deepseek_v3's head_dim is the width of the rotated part
+            "head_dim": config.qk_rope_head_dim or config.n_embd // config.n_head}
+
+
+def config_from_hf(hf_config):
+    """
+    The GPTConfig for a config of transformers. Raises ValueError with the name of a field that asks for something else
+    than model.py computes: config_to_hf would write another value there. The fields that it does not write can only
+    show when logits are compared. Dropout stays 0, because it is a setting of the training.
+    """
+    fields = hf_config.to_dict()
+    fields |= fields.get("rope_parameters") or {}  # transformers 5 keeps rope_theta there
+    kind = fields["model_type"]
+    if kind not in HF_FIELDS:
+        raise ValueError(f"its config.json has model_type={kind!r}, expected one of {', '.join(HF_FIELDS)}")
+    config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
+                       qk_norm=kind == "qwen3",
+                       gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
+                       **{name: fields[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
+    # the logits of a short text do not depend on the first two
+    for name, value in {"rope_type": "default", "use_sliding_window": False, **config_to_hf(config)}.items():
+        if fields.get(name) not in (None, value):  # None stands for the default, which is ours
+            raise ValueError(f"its config.json has {name}={fields[name]!r}, expected {value!r}")
+    return config
+
+
+# -----------------------------------------------------------------------------
+# weights
+
+LLAMA_NAMES = {"transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers.",  # ours -> transformers'
+               "transformer.ln_f.": "model.norm.", ".ln_1.": ".input_layernorm.",
+               ".ln_2.": ".post_attention_layernorm.", ".attn.": ".self_attn."}
+
+
+def transpose_matrices(weights):
+    """GPT-2's weights, from (out, in) as in nn.Linear to (in, out) as in transformers' Conv1D, or back."""
+    return {name: tensor.t() if ".h." in name else tensor for name, tensor in weights.items()}  # vectors stay
+
+
+def from_hf(weights, config):
+    """The state dict of a transformers model with our names and layout. gpt2 has the same names in both."""
+    if config.arch == "gpt2":
+        return transpose_matrices(weights)
+    for ours, theirs in LLAMA_NAMES.items():
+        weights = {name.replace(theirs, ours): tensor for name, tensor in weights.items()}
+    return weights
+
+
+# -----------------------------------------------------------------------------
+# transformers
+
+def import_transformers():
+    """Imports transformers, which takes seconds, without its warnings. Only downloads keep their progress bars."""
+    with one_line_errors("", "pip install transformers"):
+        import transformers
+        from huggingface_hub.utils import enable_progress_bars
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    enable_progress_bars()
+    return transformers
+
+
+@torch.no_grad()
+def compare_logits(hf_model, model, length):
+    """Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens."""
+    idx = torch.arange(length)[None] % model.config.vocab_size
+    if not torch.allclose(hf_model(idx).logits, model(idx), rtol=1e-3, atol=1e-3):
+        raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
+
+
+def read_model(transformers, folder, config):
+    """The GPT in a Hugging Face folder. Raises ValueError if its weights are not those that config.json describes."""
+    hf_model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False,
+        ignore_mismatched_sizes=True, output_loading_info=True)
+    for problem, names in report.items():
+        names = sorted(name for name in names if "masked_bias" not in name)  # a constant that old versions saved
+        if names:
+            raise ValueError(f"its weights do not fit its config.json: {problem} {names}")
+    model = GPT(config)
+    model.load_state_dict(from_hf(hf_model.state_dict(), config))
+    compare_logits(hf_model, model, min(64, config.max_seq_len))
+    return model
+
+
+def load_hf(path):
+    """
+    load_checkpoint's dict for a Hugging Face folder, or for one of GPT2_MODELS from the hub, in float32. A folder that
+    export_hf.py wrote has the facts about its run in run.json. Exits with an error if path is neither, or if model.py
+    computes something else than transformers.
+    """
+    transformers, folder = import_transformers(), path
+    from huggingface_hub import snapshot_download
+    print0(f"loading {path} with transformers ...")
+    with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
+                         f"a Hugging Face folder, or, with a network, one of {', '.join(GPT2_MODELS)}"):
+        if not folder.exists():  # snapshot_download needs no network for what it has fetched before
+            folder = Path(snapshot_download(f"openai-community/{path}",
+                                            allow_patterns=["config.json", "model.safetensors"]))
+        config = config_from_hf(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        vocabulary, run = folder / "tokenizer.json", folder / "run.json"
+        if tokenizer_of(config) == "gpt2" and vocabulary.exists():
+            if json.loads(vocabulary.read_bytes())["model"]["vocab"].get("\u0120the") != 262:  # " the"
+                raise ValueError("its tokenizer.json is not gpt2's")
+        weights, facts = read_model(transformers, folder, config).state_dict(), {}
+        if run.exists():
+            found = json.loads(run.read_bytes())
+            facts = {key: found[key] for key in RUN_FACTS}
+        return convert_checkpoint(weights, config, path=str(path), **facts)
+
+
+# -----------------------------------------------------------------------------
+# our checkpoint
+
+def tokenizer_of(config):
+    """The tokenizer's name, inferred from the size of the vocabulary. Raises ValueError for any other size."""
+    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(config.vocab_size)
+    if tokenizer is None:
+        raise ValueError(f"its vocabulary has {config.vocab_size} ids, expected 50257 or 50304 (gpt2) or 384 (bytes)")
+    return tokenizer
+
+
+def convert_checkpoint(weights, gpt_config, **facts):
+    """
+    load_checkpoint's dict for weights trained elsewhere. gpt2's 50257 ids are padded to 50304, with the mean of their
+    rows: a row of zeros would have the logit 0, far above that of GPT-2's likeliest token, and would win the softmax.
+    """
+    tokenizer, padding = tokenizer_of(gpt_config), -gpt_config.vocab_size % 128
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        rows = weights[name]
+        weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
+    model_args = {**asdict(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
+    return {"model": weights, "model_args": model_args, "tokenizer": tokenizer, "stage": "base", "iter_num": 0,
+            "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
+
+
+def convert_nanogpt(checkpoint):
+    """nanoGPT's ckpt.pt as load_checkpoint's dict. Its GELU is exact; with bias=False its biases are zero here."""
+    args, iter_num = checkpoint["model_args"], checkpoint["iter_num"]
+    config = GPTConfig(gelu="exact", max_seq_len=args["block_size"],
+                       **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")})
+    # compiled models are saved with the prefix _orig_mod.; .attn.bias is a causal mask, saved by torch before 2.0
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()
+               if not name.endswith(".attn.bias")}
+    biases = {name.replace("weight", "bias"): torch.zeros(len(tensor)) for name, tensor in weights.items()
+              if ".h." in name or ".ln_f." in name}
+    return convert_checkpoint({**biases, **weights}, config, config=checkpoint["config"], iter_num=iter_num,
+                              val_loss=float(checkpoint["best_val_loss"]), val_iter=iter_num)

@@ -1,0 +1,238 @@
+"""Models trained elsewhere, against transformers: Hugging Face folders, OpenAI's GPT-2, nanoGPT's ckpt.pt."""
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+
+from checkpoint import describe_model, load_checkpoint, load_model
+from conftest import TINY, load, read_log, refused, run
+from export_hf import to_hf
+from import_hf import config_from_hf, config_to_hf
+from test_generate import save
+from test_model import VARIANTS, new_gpt, tokens
+
+
+def load_refused(path, capsys, words):
+    """Loading path ends in one line, which names it and matches the words."""
+    with pytest.raises(SystemExit):
+        load_model(path, "cpu")
+    error, = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: {path}: .*{words}", error), error
+
+
+def new_gpt2(vocab_size=384, **changes):
+    """transformers' GPT-2, none of whose weights is as it was initialised."""
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=vocab_size, n_positions=48, n_embd=32, n_layer=2, n_head=4, **changes)).eval()
+    for p in theirs.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return theirs
+
+
+@torch.no_grad()
+def load_with_logits_of(theirs, path):
+    """load_model, after which the model computes the logits of transformers' model."""
+    ours, loaded = load_model(path, "cpu")
+    assert (ours(tokens())[..., :theirs.config.vocab_size] - theirs(tokens()).logits).abs().max() < 1e-5
+    return ours, loaded
+
+
+# -----------------------------------------------------------------------------
+# what transformers saved
+
+def test_openais_layout_is_padded_to_our_vocabulary(tmp_path, capsys):
+    """As on the hub: no prefix, masks among the weights, 50257 ids; a .bin with the head, safetensors without it."""
+    theirs = new_gpt2(50257)
+    state = {name.removeprefix("transformer."): tensor.clone() for name, tensor in theirs.state_dict().items()}
+    state |= {f"h.1.attn.{name}": torch.ones(1, 1, 48, 48) for name in ("bias", "masked_bias")}
+    theirs.config.to_json_file(tmp_path / "config.json")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    load_with_logits_of(theirs, tmp_path)
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")  # transformers prefers it
+    ours, loaded = load_with_logits_of(theirs, tmp_path)
+    assert capsys.readouterr().err == ""  # neither warnings nor a progress bar
+    rows = ours.transformer.wte.weight
+    assert torch.allclose(rows[50257:], rows[:50257].mean(0).expand(47, -1), atol=1e-6) and len(rows) == 50304
+    assert ours(tokens()).argmax(-1).max() < 50257
+    assert (loaded["tokenizer"], loaded["stage"], loaded["iter_num"]) == ("gpt2", "base", 0)
+    assert math.isnan(loaded["val_loss"]) and "nan" not in describe_model(loaded)
+
+
+def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch, capsys):
+    new_gpt2().save_pretrained(tmp_path / "hub")
+    asked = []
+
+    def fetch(repo, **_):
+        asked.append(repo)
+        if len(asked) > 4:
+            raise OSError("no network")
+        return tmp_path / "hub"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    names = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+    assert all(load_checkpoint(name)["path"] == name for name in names)
+    assert asked == [f"openai-community/{name}" for name in names]
+    load_refused("gpt2-xl", capsys, "no network.*a Hugging Face folder")
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_theta": 5000.0, "rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}])
+def test_rotary_positions_are_read_as_old_and_new_versions_write_them(rope):
+    config = new_gpt("qwen3", rope_theta=5000.0).config
+    fields = {**config_to_hf(config), **rope}
+    if "rope_parameters" in rope:
+        del fields["rope_theta"]
+    assert config_from_hf(transformers.AutoConfig.for_model(**fields)) == config
+
+
+# -----------------------------------------------------------------------------
+# refusals
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{variant: a folder that loads}. Each test writes its own config.json there."""
+    paths = {variant: tmp_path_factory.mktemp(variant) for variant in ("gpt2", "llama", "qwen3", "llama_mla")}
+    for variant, path in paths.items():
+        gpt = new_gpt(variant)
+        torch.save(to_hf(gpt.state_dict(), gpt.config), path / "pytorch_model.bin")
+        (path / "config.json").write_text(json.dumps(config_to_hf(gpt.config)))
+        load_model(path, "cpu")
+    return paths
+
+
+LOGITS = "computes other logits"
+
+
+@pytest.mark.parametrize("variant, change, words", [
+    ("gpt2", {"model_type": "bert"}, "model_type='bert'.* gpt2, .*qwen3"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function='relu'.*'gelu_new'"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, LOGITS),
+    ("gpt2", {"scale_attn_weights": False}, LOGITS),
+    ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
+    ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ("gpt2", {"vocab_size": 32000}, "32000.*50257"),
+    ("gpt2", {"n_layer": 4}, "missing_keys.*transformer.h.3"),
+    ("gpt2", {"n_layer": 2}, "unexpected_keys.*transformer.h.2"),
+    ("gpt2", {"n_positions": 64, "n_ctx": 64}, "mismatched_keys.*transformer.wpe.weight"),
+    ("gpt2", {"n_embd": None}, ""),
+    ("gpt2", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 24}},
+     "rope_type='llama3'.*'default'"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("llama", {"attention_bias": True}, "missing_keys.*k_proj.bias"),
+    ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.*1e-05"),
+    ("llama", {"hidden_act": "gelu"}, LOGITS),
+    ("llama", {"head_dim": 32}, "head_dim=32.*16"),
+    ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ("qwen3", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.*1e-05"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ""),
+    ("llama_mla", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
+    ("llama_mla", {"rope_interleave": False}, LOGITS),
+], ids=str)
+def test_what_model_py_does_not_compute_is_refused(variant, change, words, folders, capsys):
+    (folders[variant] / "config.json").write_text(json.dumps({**config_to_hf(new_gpt(variant).config), **change}))
+    load_refused(folders[variant], capsys, words)
+
+
+def test_a_folder_that_brings_code_does_not_run_it(tmp_path, capsys):
+    new_gpt2().save_pretrained(tmp_path)
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_checkpoint(tmp_path)  # as the GPT-2 that it says it is
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mine"}))
+    load_refused(tmp_path, capsys, "custom code")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_or_incomplete_folder_is_refused(tmp_path, capsys):
+    new_gpt2(50304).save_pretrained(tmp_path)
+    tokenizer, weights, config = (tmp_path / name for name in ("tokenizer.json", "model.safetensors", "config.json"))
+    tokenizer.write_text(json.dumps({"model": {"vocab": {"\u0120the": 262}}}))
+    load_checkpoint(tmp_path)
+    tokenizer.write_text(json.dumps({"model": {"vocab": {"\u0120the": 278}}}))
+    load_refused(tmp_path, capsys, "tokenizer.json is not gpt2's")
+    tokenizer.unlink()
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    load_refused(tmp_path, capsys, "Safetensor")
+    weights.unlink()
+    load_refused(tmp_path, capsys, "no file named")
+    config.write_text('{"model_type')
+    load_refused(tmp_path, capsys, "not a valid JSON file")
+    config.unlink()
+    load_refused(tmp_path, capsys, "config.json.*expected a ckpt.pt of ours or nanoGPT's")
+
+
+def test_our_own_checkpoints_load_without_transformers(tmp_path, capsys, monkeypatch):
+    for name in "transformers", "huggingface_hub":
+        monkeypatch.setitem(sys.modules, name, None)  # so that importing it fails
+    monkeypatch.delitem(sys.modules, "import_hf")
+    load_model(save(tmp_path, new_gpt("llama")), "cpu")
+    (tmp_path / "ckpt.pt").unlink()  # the folder could now be Hugging Face's
+    with pytest.raises(SystemExit):
+        load_checkpoint(tmp_path)
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+# -----------------------------------------------------------------------------
+# nanoGPT's ckpt.pt
+
+def nanogpt(bias, prefix="", vocab_size=384):
+    """A model of transformers that computes what nanoGPT does, and the dict that nanoGPT's train.py would save."""
+    theirs = new_gpt2(vocab_size, activation_function="gelu")
+    model = {}
+    for name, tensor in theirs.state_dict().items():
+        if name.endswith("bias") and not bias:
+            tensor.zero_()
+        else:  # transformers' Conv1D has the transposed matrix of an nn.Linear
+            model[prefix + name] = tensor.t() if ".h." in name else tensor
+    model[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, 48, 48).tril()  # the mask, of torch before 2.0
+    args = dict(n_layer=2, n_head=4, n_embd=32, block_size=48, bias=bias, vocab_size=vocab_size, dropout=0.0)
+    return theirs, {"model": model, "optimizer": {"state": {}}, "model_args": args, "iter_num": 250,
+                    "best_val_loss": torch.tensor(3.25), "config": {"dataset": "openwebtext", "bias": bias}}
+
+
+@pytest.mark.parametrize("bias, prefix, vocab_size", [(True, "", 50304), (False, "_orig_mod.", 50257)])
+def test_nanogpts_checkpoint_has_its_own_logits(bias, prefix, vocab_size, tmp_path):
+    theirs, checkpoint = nanogpt(bias, prefix, vocab_size)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    _, loaded = load_with_logits_of(theirs, tmp_path)
+    assert (loaded["iter_num"], loaded["val_loss"], loaded["tokenizer"]) == (250, 3.25, "gpt2")
+    assert loaded["config"]["dataset"] == "openwebtext"
+    assert loaded["model_args"]["max_seq_len"] == 48 and loaded["model_args"]["vocab_size"] == 50304
+
+
+def test_a_run_starts_from_nanogpts_weights(shards, tmp_path):
+    """With their exact GELU, which is not a setting of the run."""
+    theirs, checkpoint = nanogpt(bias=True)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    small = [arg for arg in TINY if not arg.startswith("--n_")] + [f"--data_dir={shards}"]
+    run("train_gpt2.py", *small, f"--init_from={tmp_path}/ckpt.pt", f"--out_dir={tmp_path}/o", "--learning_rate=1e-3")
+    ids = torch.from_numpy(np.fromfile(shards / "val_000000.bin", dtype="<u2")[512:].astype(np.int64))
+    with torch.no_grad():  # on the 16 rows of the validation
+        logits = theirs(ids[:512].view(16, 32)).logits
+    log, loss = read_log(tmp_path / "o", "val_loss"), F.cross_entropy(logits.flatten(0, 1), ids[1:513]).item()
+    assert log["val_loss", 0] == pytest.approx(loss, abs=1e-4) and log["val_loss", 20] < loss - 0.1
+    assert load(tmp_path / "o")["model_args"]["gelu"] == "exact"
+    assert "without its optimizer" in refused("train_gpt2.py", *small, "--init_from=resume", f"--out_dir={tmp_path}")
+
+
+def test_a_nanogpt_checkpoint_that_does_not_fit_is_refused(tmp_path, capsys):
+    _, checkpoint = nanogpt(bias=True)
+    for change, words in (dict(n_layer=3), "transformer.h.2"), (dict(vocab_size=65), "65.*50257"):
+        checkpoint["model_args"] |= change
+        torch.save(checkpoint, tmp_path / "ckpt.pt")
+        load_refused(tmp_path / "ckpt.pt", capsys, words)
