@@ -1,7 +1,7 @@
 """
 The format of token shards: 256 int32 (magic, version, number of tokens, zeros), then uint16 tokens. It is the layout
 of llm.c and modded-nanogpt, so their ready-made FineWeb shards train here, and ours there. A folder holds
-{train,val}_000000.bin, ..., and meta.json. This file does without torch, so that prepare_data.py starts at once.
+{train,val}_000000.bin, ..., and meta.json. This file does not import torch, so that prepare_data.py starts at once.
 """
 import json
 import os
@@ -20,10 +20,10 @@ def shard_header(n_tokens):
 
 
 def read_shard(path):
-    """The tokens of a shard, memory-mapped: (n,) uint16. Anything but a whole shard ends the program in one line."""
+    """The tokens of a shard, memory-mapped: (n,) uint16. Exits with an error if it is not a whole shard."""
     with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        n = (os.path.getsize(path) - HEADER_BYTES) / 2  # no integer if the file ends within a token
+        n = (os.path.getsize(path) - HEADER_BYTES) / 2  # not an integer if the file ends within a token
         if n < 1 or header != [MAGIC, VERSION, n]:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[MAGIC, VERSION, n]}, the last being the number of tokens that it has")
@@ -31,21 +31,26 @@ def read_shard(path):
 
 
 def read_headerless(path):
-    """nanoGPT's train.bin or val.bin, GPT-2 tokens without a header, memory-mapped: (n,) uint16."""
-    with one_line_errors(path):
+    """The tokens of nanoGPT's train.bin or val.bin, GPT-2's without a header, memory-mapped: (n,) uint16."""
+    with one_line_errors(path, "if nanoGPT's prepare.py wrote it, run that again"):
         size = os.path.getsize(path)
-        if size % 2 or size < 4:
-            raise ValueError(f"{size} bytes are no array of uint16 tokens")
+        if size < 4 or size % 2:
+            raise ValueError(f"has {size} bytes; expected tokens of 2 bytes each, and at least 2 of them")
         return np.memmap(path, dtype="<u2", mode="r")
 
 
 def read_meta(data_dir):
-    """meta.json of a folder of shards, a dict with at least tokenizer. Without it they are gpt2's."""
+    """meta.json of a folder of shards, a dict with at least tokenizer. Without the file they are gpt2's."""
     path = Path(data_dir) / "meta.json"
     if not path.exists():
         if (path.parent / "progress.json").exists():
-            fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
+            fail(f"data_dir={data_dir}: an earlier version of prepare_data.py was interrupted here; remove the folder "
+                 "and run prepare_data.py again")
         return {"tokenizer": "gpt2"}
     with one_line_errors(path, "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        return {**meta, "tokenizer": str(meta["tokenizer"])}
+        meta["tokenizer"] = str(meta["tokenizer"])
+        finished = meta.get("finished", True)  # only prepare_data.py writes it
+    if not finished:
+        fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
+    return meta
