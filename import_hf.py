@@ -117,8 +117,9 @@ def compare_logits(hf_model, model, length):
         raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
 
 
-def read_model(transformers, folder, config):
+def read_model(folder, config):
     """The GPT in a Hugging Face folder. Raises ValueError if its weights are not those that config.json describes."""
+    import transformers
     hf_model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False,
         ignore_mismatched_sizes=True, output_loading_info=True)
@@ -151,7 +152,7 @@ def load_hf(path):
         if tokenizer_of(config) == "gpt2" and vocabulary.exists():
             if json.loads(vocabulary.read_bytes())["model"]["vocab"].get("\u0120the") != 262:  # " the"
                 raise ValueError("its tokenizer.json is not gpt2's")
-        weights, facts = read_model(transformers, folder, config).state_dict(), {}
+        weights, facts = read_model(folder, config).state_dict(), {}
         if run.exists():
             found = json.loads(run.read_bytes())
             facts = {key: found[key] for key in RUN_FACTS}

@@ -13,11 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import export_hf
 from checkpoint import load_checkpoint, load_model
-from conftest import run
+from conftest import VARIANTS, new_gpt, run, save_model, tokens
 from model import GPT2MLP, GPTConfig
 from sample import generate
-from test_generate import save
-from test_model import VARIANTS, new_gpt, tokens
 from tokenizer import chat_tokens, get_tokenizer, padded_vocab_size, render_chat
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "llama_gqa": "LlamaForCausalLM",
@@ -49,7 +47,7 @@ def exported(request, tmp_path_factory):
     args = asdict(gpt.config)
     if args["norm_eps"] == 1e-5:  # older checkpoints do not have this field, and 1e-5 with mla, too
         del args["norm_eps"]
-    checkpoint = save(tmp, gpt, model_args=args, **RUN)
+    checkpoint = save_model(tmp, gpt, model_args=args, **RUN)
     if variant == "gpt2_mla":
         output = run("export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={tmp}/hf")
         assert "step 1234, val loss 2.3456 at step 1200" in output and "GPT2LMHeadModel, float32" in output
@@ -75,10 +73,10 @@ def test_transformers_has_the_same_logits_and_greedy_text(exported):
     with torch.no_grad():
         assert (theirs(idx).logits - gpt(idx)).abs().max() < 1e-4
     prompt = tokens(1, 20, seed=3) % 256
-    ours = [token for token, in generate(gpt, [prompt[0].tolist()], 64, temperature=0, n_vocab=261)]
+    ours = [token for token, in generate(gpt, [prompt[0].tolist()], 32, temperature=0, n_vocab=261)]
     assert theirs.generation_config.eos_token_id == [260, 256]  # <|end|>, <|endoftext|>
     theirs.generation_config.eos_token_id = None
-    assert theirs.generate(prompt, max_new_tokens=64, do_sample=False)[0, 20:].tolist() == ours
+    assert theirs.generate(prompt, max_new_tokens=32, do_sample=False)[0, 20:].tolist() == ours
 
 
 def test_it_loads_here_again_bit_for_bit(exported):
@@ -151,7 +149,7 @@ def exported_tokenizer(request, tmp_path_factory):
     """Our tokenizer, and transformers' from an exported chat model."""
     ours, tmp = get_tokenizer(request.param), tmp_path_factory.mktemp(request.param)
     gpt = new_gpt("gpt2", n_layer=1, n_embd=8, vocab_size=padded_vocab_size(ours))
-    export(save(tmp, gpt, ours.name), tmp / "hf")
+    export(save_model(tmp, gpt, ours.name), tmp / "hf")
     assert ("`convert_hf_to_gguf.py` converts it" in (tmp / "hf/README.md").read_text()) == (ours.name == "gpt2")
     return ours, AutoTokenizer.from_pretrained(tmp / "hf")
 
@@ -190,7 +188,7 @@ def test_the_chat_template_renders_the_ids_of_render_chat(exported_tokenizer):
 
 
 def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
-    export(save(tmp_path, new_gpt("gpt2"), stage="base"), tmp_path / "hf")
+    export(save_model(tmp_path, new_gpt("gpt2"), stage="base"), tmp_path / "hf")
     assert "apply_chat_template" not in (tmp_path / "hf" / "README.md").read_text()
     theirs, generation = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoTokenizer, GenerationConfig))
     assert theirs.eos_token_id == generation.eos_token_id == 256 and theirs.chat_template is None
@@ -204,7 +202,7 @@ def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
 @pytest.mark.parametrize("variant, dtype", [("gpt2", torch.float16), ("qwen3", torch.bfloat16)])
 def test_rounded_weights_in_several_files(variant, dtype, tmp_path):
     weights = new_gpt(variant).state_dict()
-    export(save(tmp_path, new_gpt(variant)), tmp_path / "hf", str(dtype).removeprefix("torch."), shard_size=80_000)
+    export(save_model(tmp_path, new_gpt(variant)), tmp_path / "hf", str(dtype).removeprefix("torch."), shard_size=80_000)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(file.stat().st_size < 84_000 for file in files)  # 4,000 for the header
@@ -214,7 +212,7 @@ def test_rounded_weights_in_several_files(variant, dtype, tmp_path):
 
 
 def test_a_folder_with_something_else_is_not_written_to(tmp_path, capsys):
-    checkpoint, full = save(tmp_path / "run", new_gpt("gpt2")), tmp_path / "full"
+    checkpoint, full = save_model(tmp_path / "run", new_gpt("gpt2")), tmp_path / "full"
     full.mkdir()
     (full / "model_mine.safetensors").write_text("mine")
     (full / "model-00001-of-00002.safetensors").write_text("of an earlier export")
@@ -233,7 +231,7 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path, capsys):
 
 def test_an_export_that_fails_halfway_leaves_nothing_that_opens(tmp_path, capsys, monkeypatch):
     """Nor the weights that were there before; the next one is whole, for others to read."""
-    checkpoint, folder = save(tmp_path / "run", new_gpt("gpt2")), tmp_path / "hf"
+    checkpoint, folder = save_model(tmp_path / "run", new_gpt("gpt2")), tmp_path / "hf"
     export(checkpoint, folder)
 
     def full(*_, **__):
@@ -252,7 +250,7 @@ def test_an_export_that_fails_halfway_leaves_nothing_that_opens(tmp_path, capsys
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path, capsys, monkeypatch):
     gpt, folder = new_gpt("gpt2"), tmp_path / "hf"
     gpt.transformer.wpe.weight.data[0, 0] = 1e5
-    checkpoint = save(tmp_path, gpt)
+    checkpoint = save_model(tmp_path, gpt)
     export_refused(capsys, "transformer.wpe.weight.*bfloat16", checkpoint, folder, "float16")
     # a change of model.py: ReLU squared in the MLP
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))

@@ -12,11 +12,9 @@ import transformers
 from safetensors.torch import save_file
 
 from checkpoint import describe_model, load_checkpoint, load_model
-from conftest import TINY, load, read_log, refused, run
+from conftest import TINY, load, new_gpt, read_log, refused, run, save_model, tokens
 from export_hf import to_hf
 from import_hf import config_from_hf, config_to_hf
-from test_generate import save
-from test_model import VARIANTS, new_gpt, tokens
 
 
 def load_refused(path, capsys, words):
@@ -180,7 +178,7 @@ def test_our_own_checkpoints_load_without_transformers(tmp_path, capsys, monkeyp
     for name in "transformers", "huggingface_hub":
         monkeypatch.setitem(sys.modules, name, None)  # so that importing it fails
     monkeypatch.delitem(sys.modules, "import_hf")
-    load_model(save(tmp_path, new_gpt("llama")), "cpu")
+    load_model(save_model(tmp_path, new_gpt("llama")), "cpu")
     (tmp_path / "ckpt.pt").unlink()  # the folder could now be Hugging Face's
     with pytest.raises(SystemExit):
         load_checkpoint(tmp_path)
