@@ -20,7 +20,7 @@ from model import IGNORE, LOSS_CHUNK, linear_cross_entropy
 
 
 # -----------------------------------------------------------------------------
-# The loss. Logits: s of the student, t of the teacher. T: the temperature, u = 1 / T, p = softmax(u t), q = softmax(u s)
+# The loss. Logits: s (student), t (teacher). T: temperature, u = 1 / T, p = softmax(u t), q = softmax(u s)
 
 def row_sum(z):
     return z.sum(-1, keepdim=True)
