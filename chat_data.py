@@ -1,30 +1,30 @@
 """
-Conversations -> packed or padded rows, made once and kept on disk.
+Conversations -> packed or padded rows.
 
-A conversation of n ids (see tokenizer.render_chat) occupies n - 1 positions of a row: all but its last id are inputs,
-all but its first are targets. On disk a row is inputs and targets, (2, max_seq_len) uint16. Targets that are not
-trained on are <|endoftext|>; inputs begin each conversation with it, and are padded with it.
+A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the last,
+its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16. <|endoftext|> starts each
+conversation, pads the inputs, and marks the targets that have no loss.
+
+The datasets library tokenizes each source once and keeps it on disk. Mixing and packing run again at every start.
 """
+import functools
 import hashlib
 import json
 import os
 import re
-import time
-import uuid
-import zipfile
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from configurator import fail, one_line_errors
+from configurator import fail, format_error
 from dataloader import to_device
+from distributed import rank
 from model import IGNORE
 from tokenizer import chat_tokens, decode_chat, render_chat, sanitize
 
-ROWS_VERSION = 2  # raise it with any change to the rows: those on disk are then made again
+VERSION = 1  # raise it whenever tokenize_source yields something else, and all sources are tokenized again
+progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -39,68 +39,45 @@ def parse_mixture(text):
     return sources
 
 
-# keys of two other formats -> their name, and how a row of theirs becomes ours
-OTHER_FORMATS = {
-    ("conversations",): ("ShareGPT", """\
-roles = {"human": "user", "gpt": "assistant"}
-rows = rows.map(lambda row: {"messages": [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
-                                          for turn in row["conversations"]]})"""),
-    ("instruction", "output"): ("Alpaca", """\
-rows = rows.map(lambda row: {"messages": [
-    {"role": "user", "content": "\\n".join(filter(None, [row["instruction"], row.get("input")]))},
-    {"role": "assistant", "content": row["output"]}]})""")}
-
-
-def refuse_other_formats(source, keys, *load):
-    """Ends the program, with the code that converts it, if `keys`, a text, has those of another format."""
-    for needed, (name, convert) in OTHER_FORMATS.items():
-        if all(f'"{key}"' in keys for key in needed) and '"messages"' not in keys:
-            load = ", ".join([*load, "split='train'"])
-            fail(f"--data or --val_data: {source} is in {name}'s format; in Python this converts it:",
-                 code=f"import datasets\nrows = datasets.load_dataset({load})\n{convert}\n"
-                      f"rows.select_columns('messages').to_json('{Path(source).stem}-messages.jsonl')")
-
-
-def read_conversations(source):
+def read_rows(source):
     """
-    Yields (where, messages). source: a file with {"messages": [...]} on each line; or a data set of the Hugging Face
-    hub, as owner/name or owner/name/config (its split train).
+    Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one JSON
+    list of objects; or a data set of the Hugging Face hub, as owner/name or owner/name/config (its split train).
     """
-    if source.endswith(".jsonl") or os.path.exists(source):
-        with one_line_errors(f"--data or --val_data: {source}"):
-            file = open(source, "rb")
-            beginning = file.read(1_000_000).decode(errors="replace")
-            file.seek(0)
-        refuse_other_formats(source, beginning, "'json'", f"data_files={source!r}")
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{source}, line {number}"
-                with one_line_errors(where, 'expected {"messages": [...]}'):
-                    yield where, json.loads(line)["messages"]
-        return
-    with one_line_errors(f"--data or --val_data: {source!r} is not a file, and as a data set",
-                         "expected .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as "
-                         "SOURCE or SOURCE:WEIGHT; the weight, a decimal number, is the passes over it in an epoch"):
+    if os.path.exists(source):
+        with open(source, "rb") as file:
+            if file.peek(1)[:1] != b"[":
+                yield from ((f"{source}, line {i}", line) for i, line in enumerate(file, 1) if line.strip())
+                return
+            rows = json.load(file)
+    else:
         import datasets
         name = source.rsplit("/", source.count("/") - 1)
         if source == "HuggingFaceTB/smoltalk":
             name.append("all")  # it has no default config
         rows = datasets.load_dataset(*name, split="train")
-        refuse_other_formats(source, json.dumps(rows.column_names), *map(repr, name))
-        conversations = rows["messages"]
-    for i, messages in enumerate(conversations):
-        yield f"{source}, row {i}", messages
+    yield from ((f"{source}, row {i}", row) for i, row in enumerate(rows))
+
+
+def to_messages(row):
+    """The messages of a row (a dict, or a line of JSON) that has our format, ShareGPT's or Alpaca's."""
+    if isinstance(row, bytes):
+        row = json.loads(row)
+    if "messages" in row:
+        return row["messages"]
+    if "conversations" in row:  # ShareGPT
+        roles = {"human": "user", "gpt": "assistant"}
+        return [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
+                for turn in row["conversations"]]
+    question = "\n".join(filter(None, [row["instruction"], row.get("input")]))  # Alpaca
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
 
 
 # ---------------------------------------------------------------------------------------------------
 # a conversation -> inputs and targets
 
-def tokenize_conversation(tokenizer, messages, max_seq_len):
-    """
-    Returns inputs and targets, (2, n) uint16 with n <= max_seq_len, and a note if they were truncated, or "". They end
-    after an answer: one cut off in mid-sentence would teach the model never to stop. An empty system message is left
-    out. Raises ValueError, with the reason, for a conversation that cannot be trained on.
-    """
+def validate_conversation(messages):
+    """Returns the messages without an empty system message. Raises ValueError if they cannot be trained on."""
     try:
         roles = " ".join(message["role"] for message in messages)
         contents = [message["content"].strip() for message in messages]
@@ -112,7 +89,16 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
         messages, contents = messages[1:], contents[1:]
     if not all(contents):
         raise ValueError("a message is empty")
-    ids, trained = map(np.array, render_chat(tokenizer, messages))
+    return messages
+
+
+def tokenize_conversation(tokenizer, messages, max_seq_len):
+    """
+    Returns inputs and targets, (2, n) uint16 with n <= max_seq_len, and a note if they were truncated, or "". They are
+    truncated after an answer: one cut off in mid-sentence would teach the model never to stop. Raises ValueError, with
+    the reason, for a conversation that cannot be trained on.
+    """
+    ids, trained = map(np.array, render_chat(tokenizer, validate_conversation(messages)))
     targets = np.where(trained, ids, tokenizer.eot_token)
     answer_ends = np.flatnonzero(targets == chat_tokens(tokenizer)["end"])
     if answer_ends[0] > max_seq_len:
@@ -122,43 +108,55 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     return np.array([ids[:n], targets[1:n + 1]], "<u2"), note
 
 
-def load_conversations(source, tokenizer, max_seq_len, notes):
+# ---------------------------------------------------------------------------------------------------
+# a source -> its conversations, tokenized once
+
+def tokenize_source(source, changed, tokenizer, max_seq_len, version):
     """
-    Yields (digest, inputs and targets) for each usable conversation of a source. What is truncated or skipped is
-    counted in `notes`: {reason: [count, where the first one is]}.
+    Yields what is kept of each conversation: inputs and targets as bytes (none if it is skipped), their checksum, a
+    note that says why it was truncated or skipped, and where it is. The first row in no known format is the last.
     """
-    for where, messages in tqdm(read_conversations(source), source, delay=2):
+    yield {"pair": b"", "digest": b"", "note": "", "where": ""}  # datasets cannot keep an empty source
+    for where, row in tqdm(read_rows(source), f"tokenizing {source}", delay=2):
+        pair = b""
         try:
-            pair, note = tokenize_conversation(tokenizer, messages, max_seq_len)
-            yield hashlib.sha256(pair).digest(), pair
-        except ValueError as error:  # tiktoken's too: it refuses about a million consecutive spaces
-            note = f"skipped: {error}"
-        if note:
-            notes.setdefault(note, [0, where])[0] += 1
+            pair, note = tokenize_conversation(tokenizer, to_messages(row), max_seq_len)
+        except Exception as error:  # a plain ValueError is ours, or tiktoken's about a million consecutive spaces
+            note = f"skipped: {error}" if type(error) is ValueError else f"error: {format_error(error)}"
+        yield {"pair": bytes(pair), "digest": hashlib.sha256(pair).digest(), "note": note, "where": where}
+        if note.startswith("error: "):  # all ranks will read this and fail, and the first one prints it
+            return
 
 
-def mix_conversations(sources, val_sources, tokenizer, max_seq_len, seed, notes):
+def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     """
-    sources, val_sources: {source: weight}. Returns two lists of pairs, to train on and for validation, each pair as
-    often as its weight says. Without val_sources one in 50 is held out, once, by digest, so no copy is trained on.
+    Yields (digest, inputs and targets) for each usable conversation of a source. The first process that asks for them
+    tokenizes them, and the others wait for it; later runs find them in chat_dir. Counts what is truncated or skipped
+    in `notes`: {reason: [count, where the first one is]}.
     """
-    train, val = [], []
-    for mixed, weights in (train, sources), (val, val_sources):
-        loaded = [list(load_conversations(source, tokenizer, max_seq_len, notes)) for source in weights]
-        digests = sorted(digest for part in loaded for digest, _ in part)
-        held_out = set(digests[:0 if val_sources else -(-len(digests) // 50)])
-        for i, (source, weight) in enumerate(weights.items()):
-            kept = []
-            for digest, pair in loaded[i]:
-                (val if digest in held_out else kept).append(pair)
-            n = int(weight) * len(kept) + round(weight % 1 * len(kept))
-            if n == 0:
-                fail(f"--{'data' if mixed is train else 'val_data'}={source}:{weight:g}: none of its "
-                     f"{len(loaded[i])} usable conversations is left; raise its weight, give more conversations, a "
-                     f"larger --max_seq_len, or others with --val_data; skipped or truncated: {notes or 'none'}")
-            order = np.random.default_rng((seed, i)).permutation(len(kept))
-            mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
-    return train, val
+    import datasets  # takes a second
+    datasets.disable_progress_bars()  # ours names the source
+    try:
+        changed = os.path.getmtime(source) if source.endswith(".jsonl") or os.path.exists(source) else None
+        rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
+            source=source, changed=changed, tokenizer=tokenizer, max_seq_len=max_seq_len, version=VERSION)).data
+        rows.validate(full=True)  # without this a damaged file may crash pyarrow
+        for row in progress(rows.to_pylist(), source):
+            note, where = row["note"], row["where"]
+            if note.startswith("error: "):
+                fail(f"{where}: {note[7:]}; expected {{\"messages\": [...]}}, or ShareGPT's or Alpaca's format")
+            if note:
+                notes.setdefault(note, [0, where])[0] += 1
+            if row["pair"]:
+                if hashlib.sha256(row["pair"]).digest() != row["digest"]:
+                    raise ValueError("a checksum is wrong")
+                yield row["digest"], np.frombuffer(row["pair"], "<u2").reshape(2, -1)
+    except Exception as error:
+        cause = error.__cause__  # of a failure while this process, and no other, tokenized
+        fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
+             f"expected .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as SOURCE or "
+             f"SOURCE:WEIGHT, where a decimal WEIGHT sets the passes over it in an epoch; if {chat_dir}/generator is "
+             f"damaged, remove it, and it is made again", alone=bool(cause))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ def best_fit(pairs, max_seq_len):
     """
     rows = [[] for _ in pairs]
     rows_by_space = [[] for _ in range(max_seq_len)] + [rows[::-1]]  # [s]: those with s positions left
-    for pair in tqdm(sorted(pairs, key=lambda pair: -pair.shape[1]), "packing", delay=2):
+    for pair in progress(sorted(pairs, key=lambda pair: -pair.shape[1]), "packing"):
         n = pair.shape[1]
         space = next(s for s in range(n, max_seq_len + 1) if rows_by_space[s])
         row = rows_by_space[space].pop()
@@ -185,7 +183,7 @@ def fill_rows(pairs, max_seq_len, pack, eot):
     groups = best_fit(pairs, max_seq_len) if pack else [[pair] for pair in pairs]
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
     rows = np.full((len(groups), 2, max_seq_len), eot, "<u2")
-    for row, group in zip(rows, groups):
+    for row, group in zip(rows, progress(groups, "filling rows")):
         packed = np.hstack(group)
         row[:, :packed.shape[1]] = packed
     return rows
@@ -253,42 +251,37 @@ class ChatDataset:
 # ---------------------------------------------------------------------------------------------------
 # a mixture -> two data sets
 
-def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed, build):
+def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed):
     """
     A mixture of conversations as two ChatDatasets, to train on and for validation, and text about them: how many rows
-    and how full, and what was truncated or skipped. The rows are made once and kept in a file of chat_dir that is
-    named after what they are made from: the arguments, and when the files among the sources were last changed. One
-    process of a machine makes them (`build`), the others wait for it.
+    and how full, and what was truncated or skipped.
 
-    data, val_data: see parse_mixture; val_data None: held out of data. pack: as many whole conversations to a row as
-    fit, or one.
+    data, val_data: see parse_mixture. Without val_data one in 50 conversations is held out, once, by digest, so that no
+    copy of it is trained on. pack: as many whole conversations to a row as fit, or one. chat_dir: where the datasets
+    library keeps the tokenized sources.
     """
-    sources, val_sources = parse_mixture(data), parse_mixture(val_data) if val_data else {}
-    times = [os.path.getmtime(source) for source in [*sources, *val_sources] if os.path.exists(source)]
-    key = json.dumps([ROWS_VERSION, tokenizer.name, max_seq_len, pack, seed, sources, val_sources, times])
-    path = Path(chat_dir, f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt")
-    if build and not path.exists():
-        print(f"packing {data} into rows of {max_seq_len} ...", flush=True)
-        notes, eot = {}, tokenizer.eot_token
-        train, val = mix_conversations(sources, val_sources, tokenizer, max_seq_len, seed, notes)
-        rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
-        tokens = sum(pair.shape[1] for pair in train)
-        text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
-                f"{tokens / rows[:, 0].size:.1%} of the positions are not padding, {(rows[:, 1] != eot).mean():.1%} "
-                f"are trained on; {len(val):,} conversations for validation")
-        for note, (count, where) in notes.items():
-            text += f"\n  {count:,} {note} (the first: {where})"
-        with one_line_errors(f"--chat_dir={chat_dir}"):
-            os.makedirs(chat_dir, exist_ok=True)
-            temporary = f"{path}.{uuid.uuid4()}"  # other machines may share the disk
-            torch.save([text, hashlib.sha256(rows).hexdigest(), torch.from_numpy(rows), torch.from_numpy(val_rows)],
-                       temporary)
-            os.replace(temporary, path)
-    while not path.exists():
-        time.sleep(0.1)
-    with one_line_errors(path, "damaged: remove it, and it is made again"):
-        if build and zipfile.ZipFile(path).testzip():
-            raise ValueError("its checksum is wrong")
-        text, fingerprint, *splits = torch.load(path, mmap=True)
-        train, val = (ChatDataset(rows.numpy(), tokenizer, pack, fingerprint) for rows in splits)
-        return train, val, text
+    notes, eot = {}, tokenizer.eot_token
+    train, val = [], []  # pairs of inputs and targets, each as often as the weight of its source says
+    for mixed, weights in (train, parse_mixture(data)), (val, parse_mixture(val_data) if val_data else {}):
+        loaded = [list(load_conversations(source, tokenizer, max_seq_len, chat_dir, notes)) for source in weights]
+        digests = sorted(digest for part in loaded for digest, _ in part)
+        held_out = set(digests[:0 if val_data else -(-len(digests) // 50)])
+        for i, (source, weight) in enumerate(weights.items()):
+            kept = [pair for digest, pair in loaded[i] if digest not in held_out]
+            val += [pair for digest, pair in loaded[i] if digest in held_out]
+            n = int(weight) * len(kept) + round(weight % 1 * len(kept))
+            if n == 0:
+                fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations is "
+                     f"left; raise its weight, give more conversations, a larger --max_seq_len, or others with "
+                     f"--val_data; skipped or truncated: {notes or 'none'}")
+            order = np.random.default_rng((seed, i)).permutation(len(kept))
+            mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
+
+    rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
+    text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
+            f"{sum(pair.shape[1] for pair in train) / rows[:, 0].size:.1%} of the positions are not padding, "
+            f"{(rows[:, 1] != eot).mean():.1%} are trained on; {len(val):,} conversations for validation")
+    for note, (count, where) in notes.items():
+        text += f"\n  {count:,} {note} (the first: {where})"
+    fingerprint = hashlib.sha256(rows).hexdigest()
+    return *(ChatDataset(rows, tokenizer, pack, fingerprint) for rows in (rows, val_rows)), text

@@ -12,7 +12,6 @@ gets its own padded row. The loss is the same either way, on assistant tokens on
 the data differs, and the number of targets, which is counted for each step.
 """
 import math
-import os
 import time
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -131,8 +130,7 @@ micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, ba
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
-train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed,
-                                                   build=int(os.environ.get("LOCAL_RANK", 0)) == 0)
+train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
 loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
 print0(description)
 if print_batch:
