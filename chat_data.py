@@ -1,8 +1,8 @@
 """
 Conversations -> packed or padded rows.
 
-A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the last,
-its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16. <|endoftext|> starts each
+A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
+last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16. <|endoftext|> starts each
 conversation, pads the inputs, and marks the targets that have no loss.
 
 The datasets library tokenizes each source once and keeps it on disk. Mixing and packing run again at every start.
@@ -41,8 +41,8 @@ def parse_mixture(text):
 
 def read_rows(source):
     """
-    Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one JSON
-    list of objects; or a data set of the Hugging Face hub, as owner/name or owner/name/config (its split train).
+    Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one
+    JSON list of objects; or a data set of the Hugging Face hub, as owner/name or owner/name/config (its split train).
     """
     if os.path.exists(source):
         with open(source, "rb") as file:
@@ -114,7 +114,7 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
 def tokenize_source(source, changed, tokenizer, max_seq_len, version):
     """
     Yields what is kept of each conversation: inputs and targets as bytes (none if it is skipped), their checksum, a
-    note that says why it was truncated or skipped, and where it is. The first row in no known format is the last.
+    note that says why it was truncated or skipped, and where it is. Stops at the first row in an unknown format.
     """
     yield {"pair": b"", "digest": b"", "note": "", "where": ""}  # datasets cannot keep an empty source
     for where, row in tqdm(read_rows(source), f"tokenizing {source}", delay=2):
@@ -154,9 +154,9 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     except Exception as error:
         cause = error.__cause__  # of a failure while this process, and no other, tokenized
         fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
-             f"expected .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as SOURCE or "
-             f"SOURCE:WEIGHT, where a decimal WEIGHT sets the passes over it in an epoch; if {chat_dir}/generator is "
-             f"damaged, remove it, and it is made again", alone=bool(cause))
+             f"expected .json or .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as SOURCE "
+             f"or SOURCE:WEIGHT, where a decimal WEIGHT sets the passes over it in an epoch; if {chat_dir}/generator "
+             f"is damaged, remove it, and it is made again", alone=bool(cause))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
     A mixture of conversations as two ChatDatasets, to train on and for validation, and text about them: how many rows
     and how full, and what was truncated or skipped.
 
-    data, val_data: see parse_mixture. Without val_data one in 50 conversations is held out, once, by digest, so that no
-    copy of it is trained on. pack: as many whole conversations to a row as fit, or one. chat_dir: where the datasets
-    library keeps the tokenized sources.
+    data, val_data: see parse_mixture. Without val_data one in 50 conversations is held out, once, by digest, so that
+    no copy of it is trained on. pack: as many whole conversations to a row as fit, or one. chat_dir: where the
+    datasets library keeps the tokenized sources.
     """
     notes, eot = {}, tokenizer.eot_token
     train, val = [], []  # pairs of inputs and targets, each as often as the weight of its source says
@@ -271,8 +271,8 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             val += [pair for digest, pair in loaded[i] if digest in held_out]
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
             if n == 0:
-                fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations is "
-                     f"left; raise its weight, give more conversations, a larger --max_seq_len, or others with "
+                fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
+                     f"is left; raise its weight, give more conversations, a larger --max_seq_len, or others with "
                      f"--val_data; skipped or truncated: {notes or 'none'}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats it

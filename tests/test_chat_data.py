@@ -342,12 +342,12 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     chats = some_chats(tmp_path)
     one, empty = jsonl(tmp_path / "one.jsonl", [turns("q", "a")]), jsonl(tmp_path / "empty.jsonl", [])
     for data, val_data, words in [
-        ("", None, ["--data", "''", "expected .jsonl files"]), (f"{chats},", None, ["''", "expected .jsonl files"]),
+        ("", None, ["--data", "''", "expected .json"]), (f"{chats},", None, ["''", "expected .json"]),
         (f"{chats}:-1", None, ["chats.jsonl:-1'", "SOURCE:WEIGHT"]), (f"{chats}:0", None, ["chats.jsonl:0", "weight"]),
         ("nowhere.jsonl", None, ["--data", "nowhere.jsonl", "FileNotFoundError"]),
         (chats, "nowhere.jsonl", ["--val_data", "nowhere.jsonl", "FileNotFoundError"]),
         (tmp_path, None, [str(tmp_path), "IsADirectoryError"]),
-        ("/nowhere/deep/typo.json", None, ["typo.json", "expected .jsonl files"]),
+        ("/nowhere/deep/typo.json", None, ["typo.json", "expected .json"]),
         (empty, None, ["empty.jsonl", "none of its 0 usable conversations"]),
         (f"{chats},{one}:0.01", chats, ["--data", "one.jsonl:0.01", "none of its 1 usable", "raise its weight"]),
         (chats, f"{one}:0.01", ["--val_data", "one.jsonl:0.01"]),
