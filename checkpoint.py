@@ -196,6 +196,8 @@ class Checkpointer:
         Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
+        # resumed at this step: writing it again would leave two copies of it and nothing before it
+        written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
         is_best = val_loss is not None and val_loss <= self.facts["best_val_loss"]
         if val_loss is not None:
             self.facts |= {"val_loss": val_loss, "val_iter": iter_num,
@@ -204,7 +206,8 @@ class Checkpointer:
         if rank() > 0:
             return
         try:
-            write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, self.keep_previous)
+            if not written:
+                write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, self.keep_previous)
             if self.saved_iter is None and not self.resuming:  # of a run that this one overwrites
                 for name in ("ckpt_prev.pt", "ckpt_best.pt"):
                     (self.out_dir / name).unlink(missing_ok=True)
@@ -227,7 +230,9 @@ class Checkpointer:
         if unused:
             print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
         self.facts |= {key: checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss")}
-        return self.restore(checkpoint)
+        iter_num = self.restore(checkpoint)
+        print0(f"resumed at step {iter_num}")
+        return iter_num
 
     def restore(self, checkpoint, skip=()):
         """Restores the state from a checkpoint, except the entries in `skip`. Returns iter_num."""

@@ -60,7 +60,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
 
 
 def open_source(reader, column, state):
-    """A streamed data set with one column. `state`: from its state_dict(), to begin there, or None, for the start."""
+    """A streamed data set with one column. It begins where `state` says, a state_dict() of it, or None: the start."""
     os.environ.setdefault("USE_TORCH", "0")  # otherwise datasets imports torch, which takes seconds
     import datasets  # here, because --help and a refused setting need not wait for it
     if reader:
@@ -75,6 +75,11 @@ def open_source(reader, column, state):
 
 # ---------------------------------------------------------------------------------------------------
 # documents -> tokens, in threads: tiktoken releases the GIL while it encodes
+
+def count_cpus():
+    """CPUs that this process may use: fewer than os.cpu_count() under taskset, Slurm and in some containers."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
 
 def tokenize(tokenizer, documents):
     """
@@ -179,7 +184,7 @@ if __name__ == "__main__":
     max_tokens: Positive | None = None  # stop with the batch that reaches this many, validation included; None: all
     val_tokens: Positive | None = None  # exactly the first ones; None: 2**20, at most about a tenth of local files
     shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens of a training shard, 2 bytes each
-    num_threads: Positive = os.cpu_count()  # that tokenize
+    num_threads: Positive = count_cpus()  # that tokenize; the default is one per CPU that this process may use
     _, overrides = configure(globals())
 
     # what to read, and what all runs in a folder must agree on
@@ -206,7 +211,7 @@ if __name__ == "__main__":
         meta = read_progress(folder, recipe)
 
     # documents -> tokens -> shards
-    if meta["exhausted"] or max_tokens and meta["tokens"] >= max_tokens:
+    if meta["exhausted"] or (max_tokens and meta["tokens"] >= max_tokens):
         print(f"{folder} is prepared already: nothing to add for --max_tokens={max_tokens}")
     elif "state" not in meta:
         fail(f"--data_dir={folder}: an earlier version of prepare_data.py wrote these shards, and this one cannot add "

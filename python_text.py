@@ -1,6 +1,4 @@
-"""
-The text of the quick start: Python's standard library, which is on every disk, and conversations about its functions.
-"""
+"""The quick start's text: Python's standard library, which is already on your disk, and conversations about it."""
 import ast
 import glob
 import hashlib
@@ -11,21 +9,22 @@ from pathlib import Path
 
 def python_files():
     """
-    Yields the name and text of each file of Python's standard library, in an order that mixes its packages (by the
-    hash of the name), without its tests and without tables that are data in disguise.
+    Yields {"text": ...} for each file of Python's standard library, in an order that mixes its packages (by the hash
+    of the name). Tests are left out, and tables that are data in disguise.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     names = glob.glob("**/*.py", root_dir=root, recursive=True)
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if not skip & set(name.split("/")):
-            yield {"name": name, "text": (root / name).read_text(encoding="utf-8", errors="replace")}
+            yield {"text": (root / name).read_text(encoding="utf-8", errors="replace")}
 
 
 def python_conversations():
     """
-    Yields questions about the functions of the standard library, of up to 90 characters and each once, answered by the
-    first paragraph of the docstring, if that has 10 to 160: {"messages": [{"role", "content"}, ...]}.
+    Yields {"messages": [{"role", "content"}, ...]}: a question about each function of the standard library, answered
+    by the first paragraph of its docstring. Questions have up to 90 characters, answers 10 to 160, and none is asked
+    twice.
     """
     asked = set()
     for file in python_files():

@@ -69,6 +69,7 @@ class ShardedOptimizer:
 
     def load_state_dict(self, numbered):
         if not numbered["state"]:
+            self.optimizer.state.clear()
             return
         groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]  # their settings stay
         names = [name for group in groups for name in group["params"]]

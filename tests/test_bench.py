@@ -5,7 +5,7 @@ import pytest
 
 from conftest import refused, run
 
-TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--steps=2",
+TINY = ["--device=cpu", "--compile=False", "--rounds=1", "--steps=1",
         "--flags=--n_layer=1 --n_head=2 --n_embd=32 --max_seq_len=32 --batch_size=2"]
 
 # a stand-in for nanoGPT's train.py, whose step takes 0.1 s, and the first one 5 s
@@ -19,6 +19,7 @@ for ms in (5000, 100):
 """
 
 
+@pytest.mark.slow
 def test_bench_compares_with_nanogpt(tmp_path):
     (tmp_path / "train.py").write_text(NANOGPT)
     (tmp_path / "model.py").write_text("")
@@ -33,6 +34,7 @@ def test_bench_compares_with_nanogpt(tmp_path):
     assert ours["peak_mem_mb"] > 100 and nanogpt["peak_mem_mb"] > 100
 
 
+@pytest.mark.slow
 def test_bench_refuses_what_it_cannot_time(tmp_path):
     for wrong, words in ((f"--nanogpt={tmp_path}", "holds no train.py"), ("--steps=0", "expected an int of at least 1")):
         line = refused("bench.py", "--compile=False", wrong)

@@ -50,7 +50,7 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(base, chats, tmp_path_factory):
-    """Flags of a run, with a folder for its rows."""
+    """Flags of a run, the last of them the folder of its rows."""
     return [*SFT, f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path_factory.mktemp('rows')}"]
 
 
@@ -134,6 +134,8 @@ def test_two_ranks_with_unequal_targets_train_the_model_of_one(start, tasks, sft
 ], ids=["unpacked_dropout_muon_three_ranks", "extras"])
 def test_interrupted_equals_uninterrupted(start, tmp_path, extra, ranks, stops):
     check_resumed("chat_sft.py", [*start, *extra], tmp_path, ranks, stops)
+    if "--sparsity=0.7" in extra:
+        assert read_log(tmp_path / "whole", "sparsity")["sparsity", 20] == pytest.approx(0.7, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -143,13 +145,15 @@ def test_compiled_equals_eager_without_a_recompile(start, sft, tmp_path):
     output = run("chat_sft.py", *start, f"--out_dir={tmp_path}/compiled", "--compile=True")
     assert "recompiled" not in output and "compiled in" in output
     check_compiled(tmp_path)
-    run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/compiled", "--compile=False", "--max_iters=22")
+    run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/compiled", "--compile=False", "--max_iters=22",
+        start[-1])
 
 
 @pytest.mark.slow
 def test_padded_to_2048_positions_every_step_has_one_shape(chats, tmp_path):
     """--pack=False at the defaults' shape, (4, 2048): printed, logged, and on two ranks compiled the same."""
-    base = save_model(tmp_path / "base", new_gpt("gpt2", max_seq_len=4096, n_layer=1, n_head=1, n_embd=16), stage="base")
+    gpt = new_gpt("gpt2", max_seq_len=4096, n_layer=1, n_head=1, n_embd=16)
+    base = save_model(tmp_path / "base", gpt, stage="base")
     for name, flags, ranks in (("eager", ["--compile=False"], 1), ("compiled", ["--compile_backend=aot_eager"], 2)):
         output = run("chat_sft.py", f"--init_from={base}", f"--data={chats}", f"--chat_dir={tmp_path}/rows",
                      f"--out_dir={tmp_path / name}", "--pack=False", "--gradient_accumulation_steps=2",
@@ -168,7 +172,7 @@ def test_epochs_at_the_start_and_on_resume(start, rows, tmp_path):
     flags = [arg for arg in start if not arg.startswith(("--max_iters", "--warmup", "--batch_size", "--grad"))]
     output = run("chat_sft.py", *flags, f"--out_dir={tmp_path}", "--epochs=0.2", "--sample_tokens=0")
     assert f"run: {math.ceil(0.2 * len(rows) / 32)} steps of 32 rows of 64" in output
-    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--epochs=1"]
+    resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--epochs=1", start[-1]]
     assert "--epochs has no meaning" in refused("chat_sft.py", *resume, "--batch_size=1")
     run("chat_sft.py", *resume, "--batch_size=1", "--gradient_accumulation_steps=32")  # as many rows per step
     assert load(tmp_path)["iter_num"] == math.ceil(len(rows) / 32)

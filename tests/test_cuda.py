@@ -8,13 +8,14 @@ from itertools import cycle
 import pytest
 import torch
 
-from conftest import (COMPILED, GPU, LLAMA, MLA, SFT, TINY, VARIANTS, chats, check_losses_of_a_cpu, check_same_run, load,
-                      needs_gpu, new_gpt, packed, run_on_gpu, same, tokens)
+from conftest import (COMPILED, GPU, LLAMA, MLA, SFT, TINY, VARIANTS, chats, check_losses_of_a_cpu, check_same_run,
+                      load, needs_gpu, new_gpt, packed, run_on_gpu, same, tokens)
 from distributed import make_autocast
 
 pytestmark = needs_gpu
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3}
-ROWS = {"causal": {}, "packed": {name: value.expand(2, *value.shape[1:]) for name, value in packed([20, 1, 27]).items()}}
+ROWS = {"causal": {},
+        "packed": {name: value.expand(2, *value.shape[1:]) for name, value in packed([20, 1, 27]).items()}}
 
 
 # -----------------------------------------------------------------------------
@@ -53,7 +54,7 @@ def test_logits_loss_and_gradients_are_those_of_a_cpu(variant, rows):
     check_outputs(variant, ROWS[rows], ["float32"], recompute=True)
 
 
-@pytest.mark.parametrize("variant, rows", zip(VARIANTS, cycle(ROWS)))
+@pytest.mark.parametrize("variant, rows", list(zip(VARIANTS, cycle(ROWS))))
 def test_compiled_equals_eager(variant, rows):
     torch.compiler.reset()
     check_outputs(variant, ROWS[rows], ["float32", "bfloat16"], compile=True)

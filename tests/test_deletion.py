@@ -9,9 +9,10 @@ import pytest
 from conftest import ROOT, SFT, TINY, Program, chats, extra_flags, forked, run, run_forked
 
 # what asks for each file; plot and block_attention are on by default, compare is a script: nothing asks for them
-ASKED = {"distill": "--teacher=gpt2", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam", "fsdp": "--fsdp=True",
-         "rollback": "--spike_loss=2", "sanity": "--sanity_check=True", "trackers": "--tensorboard=True",
-         "lora": "--lora_rank=2", "plot": None, "compare": None, "block_attention": None}
+ASKED = {"distill": "--teacher=gpt2", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam",
+         "fsdp": "--fsdp=True", "rollback": "--spike_loss=2", "sanity": "--sanity_check=True",
+         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "plot": None, "compare": None,
+         "block_attention": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
 
 
@@ -48,6 +49,7 @@ def run_in(folder, script, *args):
     return process.exitcode, output
 
 
+@pytest.mark.slow
 def test_without_any_extras_the_loops_run_and_adapters_are_read(shards, trained, tmp_path):
     tree = copy_tree(tmp_path / "tree")
     train = ["train_gpt2.py", *TINY, f"--data_dir={shards}", "--eval_interval=1", "--warmup_iters=0"]
@@ -68,6 +70,8 @@ def test_without_any_extras_the_loops_run_and_adapters_are_read(shards, trained,
               "--max_new_tokens=4"], f"LoRA on {trained}" if lora else "chat model")]:
         code, output = run_in(tree, *argv)
         assert code == 0 and word in output, output[-3000:]
+    code, output = run_in(tree, *train, "--sparsity=0.5", "--overwrite=True")
+    assert code == 2 and "\nerror: ModuleNotFoundError: No module named 'extras'; a setting asks for it" in output
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -99,13 +103,15 @@ def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for
     assert set(EXTRAS) <= set(ASKED)
     for extra in EXTRAS:
         assert (ROOT / "tests" / f"test_{extra}.py").exists()
-        flag = f"|{ASKED[extra].split('=')[0]}=(?!1|False)" if ASKED[extra] else ""
-        asks = re.compile(rf"extras\.{extra}\b|from extras import .*\b{extra}\b{flag}")
+        asks = rf"extras\.{extra}\b|from extras import .*\b{extra}\b"
+        if ASKED[extra]:
+            name, value = ASKED[extra].split("=")
+            asks += f"|{name}={value if extra == 'spam' else '(?!1|False)'}[^:\"]*\""  # muon is an optimizer, too
         for path in (ROOT / "tests").glob("*.py"):
             source = path.read_text(encoding="utf-8")
-            guarded = f'importorskip("extras.{extra}")' in source or f"extra_flags({extra}=" in source
+            guarded = f'importorskip("extras.{extra}")' in source or re.search(rf"\b{extra}=\[", source)
             if path.name not in (f"test_{extra}.py", "test_deletion.py", "test_configurator.py") and not guarded:
-                assert not asks.search(source), (path, asks.search(source))
+                assert not re.search(asks, source), (path, re.search(asks, source))
 
 
 def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):

@@ -1,25 +1,21 @@
 """Scores: exact where likelihoods are known, equal to a plain formula elsewhere; bad input ends in one line."""
 import json
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import evaluate
-import runtime
-from conftest import refused, run, write_shards
+from conftest import error_line, refused, run, save_model, write_shards
+from dataloader import TokenDataset, validation_loss
 from evaluate import TASKS, clean, final_number, format_result, load_examples, score, subsample, task_hook
 from model import GPT, GPTConfig
 from tokenizer import chat_tokens, decode_chat, get_tokenizer
 
 BYTES = get_tokenizer("bytes")
 ASSISTANT, END = (chat_tokens(BYTES)[name] for name in ("assistant", "end"))
-VARIANTS = [dict(arch="gpt2"), dict(arch="gpt2", attention="mla"),
-            dict(arch="llama", n_kv_head=1), dict(arch="llama", attention="mla")]
 
 
 def write_task(folder, task, rows, name="test.jsonl"):
@@ -40,10 +36,6 @@ def mmlu(question, choices, gold):
 
 def gsm8k(question, answer):
     return {"question": question, "answer": f"So it is.\n#### {answer}"}
-
-
-def arc_examples(folder, rows):
-    return load_examples("arc_easy", BYTES, "base", write_task(folder, "arc_easy", rows))
 
 
 def random_words(seed, n, letters="abcdefgh   "):
@@ -121,36 +113,27 @@ def test_accuracies_are_exact_where_likelihoods_are_known(tmp_path):
     assert score(model, BYTES, "base", examples[:1])["acc_stderr"] == 0  # of one example, and no division by 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v.values())))
+@pytest.mark.parametrize("variant", [dict(arch="gpt2", attention="mla"), dict(arch="llama", n_kv_head=1)],
+                         ids=["gpt2_mla", "llama"])
 def test_likelihoods_equal_the_plain_formula(tmp_path, variant):
     """Full logits of each sequence alone; of its last part if it is longer than the model."""
     model = random_model(**variant).eval()
     rows = random_arc(12) + [arc("long " * 12, ["one", "one two three"], 0)]
-    rows += [arc("x" * 42, ["one", last], 0) for last in ("two", "four")]  # 64 and 65 ids are read
-    examples = arc_examples(tmp_path, rows)
+    rows += [arc("x" * 42, ["one", last], 0) for last in ("two", "four", "a" * 99)]  # 64, 65 and 160 ids to read
+    rows += [arc("twice", ["same", "same"], 0)]
+    examples = load_examples("arc_easy", BYTES, "base", write_task(tmp_path, "arc_easy", rows))
     results = [score(model, BYTES, "base", examples, batch_size) for batch_size in (5, 1, 1000)]
     for row, answer in zip(rows, results[0]["examples"]):
         for choice, log_p in zip(row["choices"]["text"], answer["scores"]):
             ids = torch.tensor([[256, *f"Question: {row['question']}\nAnswer: {choice}".encode()]])[:, -65:]
-            n = len(f" {choice}".encode())
+            n = min(len(f" {choice}".encode()), 64)
             expected = model(ids[:, :-1]).log_softmax(-1)[0, -n:].gather(1, ids[0, -n:, None]).sum().item()
             assert log_p == pytest.approx(expected, abs=2e-4)
-    assert results[0]["truncated"] == 2 and "truncated 2" in format_result("arc_easy", results[0])
+    assert results[0]["truncated"] == 3 and "truncated 3" in format_result("arc_easy", results[0])
     for other in results[1:]:  # other batches, other padding
         for a, b in zip(other["examples"], results[0]["examples"]):
             assert a["predicted"] == b["predicted"] and a["scores"] == pytest.approx(b["scores"], abs=2e-4)
-
-
-def test_a_choice_longer_than_the_model_is_scored_by_its_last_part(tmp_path):
-    model = random_model(max_seq_len=8).eval()
-    result = score(model, BYTES, "base", arc_examples(tmp_path, [arc("q", ["a" * 30, "b"], 0)]))
-    log_p = model(torch.tensor([8 * [ord("a")]])).log_softmax(-1)[0, :, ord("a")].sum().item()
-    assert result["examples"][0]["scores"][0] == pytest.approx(log_p, abs=1e-4) and result["truncated"] == 1
-
-
-def test_of_equal_choices_the_first_is_taken(tmp_path):
-    examples = arc_examples(tmp_path, [arc(random_words(i, 9), ["same", "same"], 0) for i in range(8)])
-    assert score(random_model(), BYTES, "base", examples, batch_size=3)["acc"] == 1
+        assert other["examples"][-1]["predicted"] == 0  # of equal choices the first
 
 
 def test_context_and_continuation_apart_are_the_ids_of_the_whole(tmp_path, gpt2_vocabulary):
@@ -298,7 +281,7 @@ def test_ranks_share_the_batches(tasks, monkeypatch, task):
     model, examples = random_model(), load_examples(task, BYTES, "base", tasks)
 
     def score_on(rank, world_size, all_gather_object):
-        monkeypatch.setattr(runtime, "eval_share", lambda model: (rank, world_size))
+        monkeypatch.setattr(evaluate, "eval_share", lambda model: (rank, world_size))
         monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
         return score(model, BYTES, "base", examples, 2, max_new_tokens=4)
 
@@ -339,13 +322,15 @@ def test_logits_that_are_not_finite_are_an_error(tasks):
 
 
 def test_the_training_loops_hook(tasks, tmp_path, capsys):
-    config = {"eval_tasks": "arc_easy, mmlu", "eval_problems": 4, "task_dir": tasks, "batch_size": 3}
+    write_task(tmp_path, "arc_easy", random_arc(130))
+    write_task(tmp_path, "mmlu", [mmlu("q", ["a", "b"], 1)])
+    config = {"eval_tasks": "arc_easy, mmlu", "task_dir": tmp_path, "batch_size": 32}
     autocast = torch.autocast("cpu", torch.bfloat16)
     model, dtypes = random_model(dropout=0.5), set()
     model.lm_head.register_forward_hook(lambda module, args, logits: dtypes.add(logits.dtype))
 
     def backend(graph, inputs):
-        raise AssertionError("compiled for a shape of its own")
+        raise AssertionError("compiled for another shape")
 
     model.transformer.h[0].compile(backend=backend)
     hook = task_hook(model, BYTES, autocast, "base", config)
@@ -354,20 +339,17 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
             for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "n", "truncated")}
     assert some.keys() == everything.keys() == keys and dtypes == {torch.bfloat16}
     assert model.training  # restored, and no dropout meanwhile
-    assert [some["arc_easy_n"], some["mmlu_n"], everything["arc_easy_n"], everything["mmlu_n"]] == [4, 4, 9, 5]
+    assert [values[f"{task}_n"] for values in (some, everything) for task in ("arc_easy", "mmlu")] == [64, 1, 130, 1]
     with autocast, torch.compiler.set_stance("force_eager"):
-        examples = load_examples("arc_easy", BYTES, "base", tasks, max_examples=4)
-        expected = score(model.eval(), BYTES, "base", examples, batch_size=3)
+        examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=64)
+        expected = score(model.eval(), BYTES, "base", examples, batch_size=32)
     assert some["arc_easy_acc"] == expected["acc"] and some["arc_easy_acc_norm"] == expected["acc_norm"]
     assert f"step 5: {format_result('arc_easy', expected)}\nstep 5: mmlu " in capsys.readouterr().out
     # logits that are not finite: no score, and the run goes on
     assert task_hook(broken_model(), BYTES, autocast, "base", config)(7, False) == {}
     assert capsys.readouterr().out.startswith("step 7: arc_easy: no score: the model's logits are not finite")
     # mistakes are found before training
-    write_task(tmp_path, "mmlu", [mmlu("q", ["a", "b"], 2)])
-    for change in ({"eval_tasks": "helaswag"}, {"eval_tasks": "mmlu", "task_dir": tmp_path}):
-        with pytest.raises(SystemExit):
-            task_hook(model, BYTES, autocast, "base", {**config, **change})
+    error_line(capsys, task_hook, model, BYTES, autocast, "base", {**config, "eval_tasks": "helaswag"})
 
 
 # -----------------------------------------------------------------------------
@@ -375,10 +357,8 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    path, model = tmp_path_factory.mktemp("checkpoint") / "ckpt.pt", random_model(max_seq_len=32)
-    torch.save({"model": model.state_dict(), "model_args": asdict(model.config), "config": {}, "tokenizer": "bytes",
-                "stage": "base", "iter_num": 7, "val_loss": 1.25, "val_iter": 5}, path)
-    return path
+    return save_model(tmp_path_factory.mktemp("checkpoint"), random_model(max_seq_len=32), stage="base", iter_num=7,
+                      val_loss=1.25, val_iter=5)
 
 
 def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tmp_path):
@@ -398,29 +378,14 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
         assert "base model, gpt2" in output and "step 7, val loss 1.2500 at step 5" in output
         for task in ("arc_easy", "mmlu", "gsm8k"):
             assert output.count(format_result(task, one[task])) == 1
-
-    model = random_model(max_seq_len=32).eval()
-    tokens = np.fromfile(shards / "val_000000.bin", dtype=np.uint16)[512:][:9 * 32 + 1]  # after the header
-    tokens = torch.from_numpy(tokens.astype(np.int64))
-    with torch.no_grad():
-        loss_sum = F.cross_entropy(model(tokens[:-1].view(9, 32)).flatten(0, 1), tokens[1:], reduction="sum").item()
-    bits_per_byte = loss_sum / math.log(2) / (tokens[1:] != 256).sum().item()
-    loss = loss_sum / 288
+    rows = TokenDataset(shards, "val", 32)
+    loss, bits_per_byte = validation_loss(random_model(max_seq_len=32).eval(), rows, 9, 1, torch.device("cpu"), 0, 1)
     expected = f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits_per_byte:.4f} bits per byte, over 9 of"
     assert expected in outputs[0] and expected in outputs[1]
-    # in this process, with other batches
-    result = score(model, BYTES, "base", load_examples("arc_easy", BYTES, "base", tasks), batch_size=7)
-    for a, b in zip(result["examples"], one["arc_easy"]["examples"], strict=True):
-        assert a["scores"] == pytest.approx(b["scores"], abs=2e-4) and a["predicted"] == b["predicted"]
 
 
 def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabulary):
     given = ["evaluate.py", f"--checkpoint={checkpoint}", "--device=cpu"]
-    error = refused(*given, "--tasks=helaswag")
-    assert "task 'helaswag'" in error and "the tasks are hellaswag, arc_easy, arc_challenge, mmlu, gsm8k" in error
-    error = refused(*given, "--tasks=mmlu,hellaswag", f"--task_dir={tasks}")
-    assert f"task 'hellaswag', --task_dir={tasks}: " in error and f"{tasks}/hellaswag/" in error
-    assert "expected TASK/test.jsonl or TASK/validation.jsonl" in error
     assert "nothing to score" in refused(*given, "--tasks=")
     (tmp_path / "there.json").write_text("kept")
     for output in (f"{tmp_path}/no/results.json", f"{tmp_path}/there.json"):
@@ -445,30 +410,28 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("hellaswag", json.dumps({"ctx": "q", "label": "0"}), "KeyError: 'endings'"),
     ("gsm8k", json.dumps({"question": "q", "answer": "seven"}), "its answer is none of them, or no number"),
     ("gsm8k", json.dumps({"question": None, "answer": "#### 7"}), "TypeError")])
-@pytest.mark.parametrize("stage", ["base", "chat"])
-def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected, stage):
+def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected):
     good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1), "gsm8k": gsm8k("q", 1),
             "hellaswag": {"ctx": "q", "endings": ["a", "b"], "label": "1"}}[task]
     write_task(tmp_path, task, [good])
-    assert len(load_examples(task, BYTES, stage, tmp_path)) == 1
     with open(tmp_path / task / "test.jsonl", "ab") as f:  # empty lines at the end are none
         f.write((line.encode() if isinstance(line, str) else line) + b"\n\n")
-    with pytest.raises(SystemExit) as stopped:
-        load_examples(task, BYTES, stage, tmp_path)
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
-    assert expected in message and f"the schema of {TASKS[task][0]}" in message and message.count("\n") == 1
+    for stage in ("base", "chat"):
+        assert len(load_examples(task, BYTES, stage, tmp_path, max_examples=1)) == 1
+        message = error_line(capsys, load_examples, task, BYTES, stage, tmp_path)
+        assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
+        assert expected in message and f"the schema of {TASKS[task][0]}" in message
 
 
 def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, capsys, monkeypatch):
     def failure(task, task_dir=None):
-        with pytest.raises(SystemExit):
-            load_examples(task, BYTES, "base", task_dir)
-        return capsys.readouterr().err
+        return error_line(capsys, load_examples, task, BYTES, "base", task_dir)
 
+    error = failure("helaswag")
+    assert "task 'helaswag'" in error and "the tasks are hellaswag, arc_easy, arc_challenge, mmlu, gsm8k" in error
     error = failure("mmlu", tmp_path)
     assert f"error: task 'mmlu', --task_dir={tmp_path}: FileNotFoundError" in error
-    assert "/mmlu/validation.jsonl" in error
+    assert "/mmlu/validation.jsonl" in error and "expected TASK/test.jsonl or TASK/validation.jsonl" in error
     write_task(tmp_path, "mmlu", [])
     assert "it has no examples" in failure("mmlu", tmp_path)
 
@@ -478,4 +441,3 @@ def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, capsys, monkeypat
     assert load_examples("hellaswag", BYTES, "base")[0]["where"] == "Rowan/hellaswag, row 0"
     error = failure("gsm8k")
     assert "error: task 'gsm8k', --task_dir=None: KeyError" in error and "openai/gsm8k" in error
-    assert set(TASKS) == {"hellaswag", "arc_easy", "arc_challenge", "mmlu", "gsm8k"}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from checkpoint import has_checkpoint
-from conftest import SFT, TINY, chats, run
+from conftest import SFT, TINY, chats, error_line, run
 from extras import sanity
 from model import GPT, GPTConfig
 
@@ -80,6 +80,5 @@ def test_each_step_trains_on_the_weights_of_the_one_before(capsys, dtype):
 
 
 def test_several_ranks_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        sanity.check(tiny_gpt(), {}, None, None, True, 2)
-    assert "error: --sanity_check=True: start it without torchrun" in capsys.readouterr().err
+    line = error_line(capsys, sanity.check, tiny_gpt(), {}, None, None, True, 2)
+    assert "--sanity_check=True: start it without torchrun" in line

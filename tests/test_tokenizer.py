@@ -6,6 +6,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import error_line
 from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
 
 PIECES = list("abcdefgh  \n\t\"\\,") + ["é", "漢", "🙂", "\0", "the ", "<|endoftext|>", "<|user|>"]
@@ -73,6 +74,4 @@ def test_sanitize_keeps_text_and_drops_control_characters():
 
 
 def test_an_unknown_tokenizer_is_refused(capsys):
-    with pytest.raises(SystemExit) as stop:
-        get_tokenizer("gpt5")
-    assert stop.value.code == 2 and "gpt5" in capsys.readouterr().err
+    assert "gpt5" in error_line(capsys, get_tokenizer, "gpt5")
