@@ -123,7 +123,7 @@ def llama_cpp_fault(config, tokenizer):
             return "it uses one eps for all norms, and this older model has two"
     if config.arch == "gpt2" and config.intermediate_size != 4 * config.n_embd:
         return "it does not load a GPT-2 whose MLP is not 4 n_embd wide"
-    if config.gelu == "exact":
+    if config.gelu != "tanh":
         return "it would compute GPT-2's approximate GELU instead of the exact one, without a warning"
     return ""
 

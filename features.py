@@ -1,6 +1,7 @@
 """
 Attaches the optional features that a run's settings ask for. Both training loops call these functions; each feature of
-extras/ is one file, imported only if it is used, and can be deleted with its lines here.
+extras/ is one file, imported only if it is used, and can be deleted with its lines here. A loop without the settings of
+a feature does without the feature.
 """
 from configurator import one_line_errors
 from distributed import print0
@@ -18,7 +19,7 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
         from extras.lora import Adapters, Lora
         state["lora"] = Lora(model, config, checkpoint, resuming)
         state["model"] = Adapters(model)
-    if config["teacher"]:
+    if config.get("teacher"):
         from extras.distill import Distillation
         state["teacher"] = distillation = Distillation(
             model, loader, num_rows, config.get("chat_dir") or config["data_dir"], config, dtype, options,
@@ -30,7 +31,7 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
             attach_block_attention(model)
         except ModuleNotFoundError:
             print0("extras/block_attention.py is not here: attention is slower on a CPU")
-    if config["fsdp"]:
+    if config.get("fsdp"):
         from extras.fsdp import ShardedModel, apply_fsdp
         apply_fsdp(model, loader.device, dtype, options)
         state["model"] = ShardedModel(model)
@@ -43,10 +44,10 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
     that rolls back after a spike, or None, and trackers, functions that take each line of the log.
     """
     gradient_hooks, guard, trackers = [], None, []
-    if config["fsdp"]:
+    if config.get("fsdp"):
         from extras.fsdp import ShardedOptimizer
         state["optimizer"] = ShardedOptimizer(model, optimizer)
-    if config["sparsity"]:
+    if config.get("sparsity"):
         from extras.prune import Pruner
         state["masks"] = pruner = Pruner(model, optimizer, config, max_iters, checkpoint)
         gradient_hooks.append(pruner.mask_gradients)
@@ -54,12 +55,12 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
     if config["optimizer"] == "adamw_spam":
         from extras.spam import spam_hook
         gradient_hooks.append(spam_hook(optimizer, config))
-    if config["spike_loss"] or config["spike_norm"]:
+    if config.get("spike_loss") or config.get("spike_norm"):
         from extras.rollback import SpikeGuard
         state["health"] = guard = SpikeGuard(config, optimizer)
         gradient_hooks.append(guard.scale_lr)
         metrics.append(guard.metrics)
-    if config["wandb_log"] or config["tensorboard"]:
+    if config.get("wandb_log") or config.get("tensorboard"):
         from extras.trackers import Trackers
         state["trackers"] = tracker = Trackers(config)
         trackers.append(tracker)
@@ -79,10 +80,10 @@ def evaluation_hooks(model, tokenizer, autocast, prompt, config, stage):
     the ids that the sample continues. stage: base | chat.
     """
     hooks = []
-    if config["sample_tokens"]:
+    if config.get("sample_tokens"):
         from sample import sample_hook
         hooks.append(sample_hook(model, tokenizer, autocast, prompt, stage, config))
-    if config["eval_tasks"]:
+    if config.get("eval_tasks"):
         from evaluate import task_hook
         hooks.append(task_hook(model, tokenizer, autocast, stage, config))
     try:

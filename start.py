@@ -50,7 +50,7 @@ def load_init_from(config, overrides, stage):
     if config["max_seq_len"] > positions:
         fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most "
              f"that")
-    if "masks" in checkpoint and not resuming and not config["sparsity"]:
+    if "masks" in checkpoint and not resuming and not config.get("sparsity"):
         print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
     return checkpoint, resuming
 
@@ -67,8 +67,8 @@ def take_settings(config, overrides, checkpoint):
                 fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "
                      f"change it")
             print0(f"changed on resume: {key} {before} -> {overrides[key]}")
-    if bool(config["teacher"]) != ("teacher" in checkpoint):
-        fail(f"--teacher={config['teacher']}: the run in {config['out_dir']} has "
+    if bool(config.get("teacher")) != ("teacher" in checkpoint):
+        fail(f"--teacher={config.get('teacher')}: the run in {config['out_dir']} has "
              f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "
              f"--init_from={config['out_dir']}/ckpt.pt --out_dir=...")
 
@@ -82,7 +82,7 @@ def check_out_dir(config, resuming):
             resume = "resume it with --init_from=resume, " if has_checkpoint(folder) else ""
             fail(f"--out_dir={folder}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, or "
                  f"give another folder")
-        for source in filter(None, (config["init_from"], config["teacher"])):
+        for source in filter(None, (config["init_from"], config.get("teacher"))):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")

@@ -28,8 +28,9 @@ class Pruner:
         self.interval = max(1, (self.end - self.begin) // 100)  # steps between prunings
         if self.begin > self.end:
             fail(f"--prune_begin={self.begin}: after --prune_end={self.end}; give both")
-        if self.by == "state" and config["optimizer"] == "muon":
-            fail("--prune_by=state: --optimizer=muon has no second moments of the hidden matrices; expected magnitude")
+        if self.by == "state" and config["optimizer"] not in ("adamw", "adamw_spam"):
+            fail(f"--prune_by=state: --optimizer={config['optimizer']} has no second moments of the hidden matrices; "
+                 f"expected magnitude")
         if config["fsdp"] or config.get("lora_rank"):
             fail(f"--sparsity={self.sparsity}: not with --fsdp=True, where no rank has a whole matrix to sort, nor "
                  f"with --lora_rank, which freezes the matrices")

@@ -99,11 +99,8 @@ def test_a_full_row_does_not_change_its_neighbours():
 # -----------------------------------------------------------------------------
 # compiled
 
-COMPILED_VARIANTS = ["gpt2", "gpt2_mla", "qwen3", "llama_mla"]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=needs_gpu)])
-@pytest.mark.parametrize("variant", COMPILED_VARIANTS)
+@pytest.mark.parametrize("variant", ["gpt2", "gpt2_mla", "qwen3", "llama_mla"])
 def test_compiled_decoding_equals_uncompiled_and_compiles_once(variant, device, monkeypatch):
     """
     Prompts of different lengths, a row that stops early, more ids than positions: the cache is refilled. On a CPU its
