@@ -74,7 +74,7 @@ weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.002  # muon: peak for the hidden matrices
-embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None: learning_rate, as for the next two
+embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None here and in the next two: learning_rate
 head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
@@ -129,6 +129,8 @@ scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
 micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
+if not print_batch:
+    check_out_dir(config, resuming)
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
 train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
 loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
@@ -137,7 +139,6 @@ if print_batch:
     for i in loader.indices(0, min(batch_size, len(train_rows))):
         print0(f"----- row {i}, [trained on]\n{train_rows.format_row(i)}")
     raise SystemExit(0)
-check_out_dir(config, resuming)
 
 earlier = checkpoint["config"]
 earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else global_batch_size
@@ -164,16 +165,16 @@ change_model(orig_model, loader, num_iters * global_batch_size, config, amp_dtyp
 
 # The model is compiled for one shape, (batch_size, max_seq_len), in training and validation. Everything that has
 # another shape, and every checkpoint, uses orig_model, whose parameters are the same tensors.
-model, compiled = wrap_model(orig_model, torch_device, options)
+model, eval_model = wrap_model(orig_model, torch_device, options)
 state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, num_iters, config, checkpoint, state, metrics)
-question = val_rows.rows[0, 0].tolist()
+question = val_rows.rows[0, 0].tolist()  # the inputs of the first row
 question = question[:question.index(chat_tokens(tokenizer)["assistant"]) + 1]
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, question, config, "chat")
 
 facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name,
              data=train_rows.fingerprint, stage="chat")
-checkpointer = Checkpointer(out_dir, state, facts, resuming)
+checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0
 if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, False, world_size)
@@ -184,20 +185,20 @@ print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, 
        f"{num_iters * global_batch_size / len(train_rows):.2f} epochs; "
        f"{world_size} x {torch_device.type}, {amp_dtype}")
 report_settings(config, overrides, torch_device)
-compile_seconds = warm_up(model, compiled, opt, loader.peek(), autocast, options)
+compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, num_iters, loader, orig_model.flops_per_token(max_seq_len),
              world_size * peak_flops(torch_device, amp_dtype), metrics, trackers, resuming)
 log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_seconds)
 
 # -----------------------------------------------------------------------------
-# training loop; iter_num counts the steps taken
+# training loop; iter_num counts steps, skipped ones too
 stop = StopSignal(out_dir)
 while True:
     done = iter_num >= num_iters
     if iter_num % eval_interval == 0 or done:
         print0("evaluating ...")
         with autocast:
-            val_loss, val_bpb = validation_loss(compiled, val_rows, batch_size, eval_iters, torch_device, rank,
+            val_loss, val_bpb = validation_loss(eval_model, val_rows, batch_size, eval_iters, torch_device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_bpb=val_bpb)  # of the assistant's text
         checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
@@ -213,15 +214,15 @@ while True:
     t0 = time.perf_counter()
     torch.manual_seed(step_seed(seed, iter_num, rank))  # dropout
     loss_sum = torch.zeros((), device=torch_device)
-    targets, tokens = train_rows.count_targets(loader.indices(loader.rows_seen, global_batch_size))
+    n_targets, n_tokens = train_rows.count_targets(loader.indices(loader.rows_seen, global_batch_size))
     for micro_step in range(micro_steps):
         batch = next(loader)
         set_gradient_sync(model, micro_step == micro_steps - 1)
         with autocast:
             loss = model(**batch)  # summed over the targets of the micro-batch
         loss_sum += loss.detach()
-        scaler.scale(loss * (world_size / targets)).backward()  # DDP averages over the ranks
-    loss_sum, stopping = all_reduce(loss_sum, stop.requested)
+        scaler.scale(loss * (world_size / n_targets)).backward()  # DDP averages over the ranks
+    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers; waits for the device
 
     # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
     lr = get_lr(iter_num)
@@ -234,15 +235,15 @@ while True:
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # of float16: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))
         iter_num += 1
-    elif guard and guard.is_spike(iter_num, loss_sum / targets, grad_norm):
+    elif guard and guard.is_spike(iter_num, loss_sum / n_targets, grad_norm):
         iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
     else:
         scaler.step(opt)
         iter_num += 1
     scaler.update()
 
-    # log; padding does not count as tokens
-    log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=global_batch_size,
+    # log; padding does not count in tokens per second
+    log.step(loss_sum=loss_sum, targets=n_targets, tokens=n_tokens, rows=global_batch_size,
              clipped=0 < grad_clip < grad_norm < math.inf, seconds=time.perf_counter() - t0)
     if iter_num % log_interval == 0 or iter_num == 1 or iter_num == num_iters or stopping:
         log.train(iter_num, lr=lr, grad_norm=grad_norm, shape=list(batch["idx"].shape))

@@ -180,8 +180,8 @@ class Checkpointer:
     with at least model and optimizer. facts: plain values that every checkpoint holds (model_args, config, ...).
     """
 
-    def __init__(self, out_dir, state, facts, resuming):
-        self.out_dir, self.state, self.resuming = Path(out_dir), state, resuming
+    def __init__(self, out_dir, state, facts):
+        self.out_dir, self.state = Path(out_dir), state
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
         self.saved_iter, self.keep_previous = None, True
         if rank() == 0:
@@ -198,25 +198,28 @@ class Checkpointer:
         """
         # resumed at this step: writing it again would leave two copies of it and nothing before it
         written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
-        is_best = val_loss is not None and val_loss <= self.facts["best_val_loss"]
+        best_before = self.facts["best_val_loss"]
+        is_best = val_loss is not None and val_loss <= best_before
         if val_loss is not None:
             self.facts |= {"val_loss": val_loss, "val_iter": iter_num,
-                           "best_val_loss": min(self.facts["best_val_loss"], val_loss)}
+                           "best_val_loss": min(best_before, val_loss)}
         entries = {key: entry.state_dict() for key, entry in self.state.items()}
         if rank() > 0:
             return
         try:
             if not written:
                 write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, self.keep_previous)
-            if self.saved_iter is None and not self.resuming:  # of a run that this one overwrites
+            if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
                 for name in ("ckpt_prev.pt", "ckpt_best.pt"):
                     (self.out_dir / name).unlink(missing_ok=True)
             if is_best:
                 link(self.out_dir / "ckpt.pt", "ckpt_best.pt")
             self.saved_iter, self.keep_previous = iter_num, True
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+            self.facts["best_val_loss"] = best_before
+            last = "nothing is saved" if self.saved_iter is None else f"the last checkpoint is step {self.saved_iter}"
             print(f"WARNING: --out_dir={self.out_dir}: step {iter_num} could not be saved ({format_error(error)}); "
-                  f"the last checkpoint is of step {self.saved_iter}", flush=True)
+                  f"{last}", flush=True)
 
     def resume(self, checkpoint, max_iters):
         """Restores a run from load_checkpoint(out_dir, merge=False), if it can be continued. Returns iter_num."""

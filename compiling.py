@@ -32,8 +32,8 @@ def compile_options(config, device):
 
 def wrap_model(orig_model, device, options):
     """
-    Compiles a model (options: of torch.compile, or None) and distributes it. Returns the one that trains, and the one
-    that evaluates, without DDP. FSDP has compiled and sharded its blocks already.
+    Moves a model to the device, compiles it (options: of torch.compile, or None) and distributes it. Returns the one
+    that trains, and the one that evaluates, without DDP. FSDP has compiled and sharded its blocks already.
     """
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
@@ -57,8 +57,8 @@ def wrap_model(orig_model, device, options):
 def warm_up(model, compiled, optimizer, batch, autocast, options):
     """
     Compiles the graphs of training and evaluation: a graph compiled later counts as a recompile. DDP needs the
-    backward as well: its first one fixes the gradient buckets, and from three ranks on their layout is the order of
-    summation, so a resumed run would otherwise differ in the last bits. Returns seconds.
+    backward as well: its first one fixes the gradient buckets. With three or more ranks their layout sets the order
+    of summation, so a resumed run would otherwise differ in the last bits. Returns seconds.
     """
     start = time.perf_counter()
     if not options and not dist.is_initialized():
@@ -72,7 +72,7 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
     if options and hasattr(optimizer, "compile"):
         optimizer.compile(options["backend"])
     with torch.no_grad(), autocast:
-        inputs = ("idx", "targets", "positions", "mask")  # without a teacher's
+        inputs = ("idx", "targets", "positions", "mask")  # not a teacher's: evaluation uses the plain loss
         compiled.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
     compiled.train()
     if options:

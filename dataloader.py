@@ -96,7 +96,8 @@ def epoch_permutation(n, seed, epoch):
 
 def sample_indices(rows, n, seed):
     """
-    Row g of a run is sample perm(seed, epoch = g // n)[g % n] of n, so rows_seen is all that a resumed run must know.
+    The g-th row of a run is row perm[g % n] of the n in the data set, where perm depends on the seed and the epoch,
+    g // n. So rows_seen is all that a resumed run must know.
     """
     return np.array([epoch_permutation(n, seed, g // n)[g % n] for g in rows])
 
@@ -169,7 +170,7 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     n_rows = min(len(dataset), eval_iters * batch_size)
     token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in progress(range(0, n_rows, world_size * batch_size)):  # as often on each rank, for FSDP
+    for first in progress(range(0, n_rows, world_size * batch_size)):  # as many on each rank, for FSDP
         rows = torch.arange(batch_size) + first + rank * batch_size
         batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
         batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)

@@ -27,11 +27,11 @@ def print0(*words):
 def init_process(device):
     """
     Init torch.distributed under torchrun and pick the device. device: auto, cpu, cuda, cuda:N or mps.
-    Returns rank, world_size, torch.device.
+    Also allows TF32, and sets sys.excepthook. Returns rank, world_size, torch.device.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     sys.excepthook = excepthook
-    for stream in (sys.stdin, sys.stdout):  # print a character that the terminal cannot show as ?
+    for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be encoded or decoded
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     if device == "auto":
@@ -52,8 +52,8 @@ def init_process(device):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
-        # (torch 2.13, gloo), so each start has its own prefix. On several machines no number tells one start from
-        # another.
+        # (torch 2.13, gloo), so each start has its own prefix. Machines may differ in their restart counts, so there
+        # is no prefix with several.
         start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
         store = dist.PrefixStore(f"start {start}", next(dist.rendezvous("env://"))[0])
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
@@ -90,7 +90,7 @@ def make_autocast(device, dtype):
 
 
 def step_seed(seed, step, rank):
-    """Seeds everything random in one step on one rank, so no random state has to be saved."""
+    """The seed of everything random in one step on one rank. With it no random state has to be saved."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2 ** 63
 
 

@@ -1,15 +1,15 @@
 """
 Attaches the optional features that a run's settings ask for. Both training loops call these functions; each feature of
-extras/ is one file, imported only if it is used, and can be deleted with its lines here. A loop without the settings of
-a feature does without the feature.
+extras/ is one file, imported only if it is used, and can be deleted with its lines here. A loop without the settings
+of a feature does without the feature.
 """
 from configurator import one_line_errors
 from distributed import print0
 
-deleted = one_line_errors(advice="a setting asks for it, but it is not here", errors=ModuleNotFoundError)
+explain_missing = one_line_errors(advice="a setting asks for it, but it is not here", errors=ModuleNotFoundError)
 
 
-@deleted
+@explain_missing
 def change_model(model, loader, num_rows, config, dtype, options, checkpoint, resuming, state, metrics):
     """
     What changes the model or its loss, before the model is compiled and distributed. num_rows: rows of the whole run;
@@ -37,7 +37,7 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
         state["model"] = ShardedModel(model)
 
 
-@deleted
+@explain_missing
 def change_training(model, optimizer, max_iters, config, checkpoint, state, metrics):
     """
     What changes training, once the optimizer is made. Adds to `state` and `metrics`. Returns gradient_hooks, the guard
@@ -67,7 +67,7 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
     return gradient_hooks, guard, trackers
 
 
-@deleted
+@explain_missing
 def check_sanity(*arguments):
     """--sanity_check=True: looks for what keeps a model from learning, and exits."""
     from extras.sanity import check

@@ -41,7 +41,7 @@ class StopSignal:
 
 
 def excepthook(kind, error, tb):
-    """One line for expected errors, the traceback for the rest. An init_process sets it as sys.excepthook."""
+    """One line for expected errors, the traceback for the rest. init_process sets it as sys.excepthook."""
     if issubclass(kind, KeyboardInterrupt):
         print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`

@@ -1,6 +1,7 @@
 """The log of a run: a line of JSON and a line on the screen every few steps, and warnings."""
 import datetime
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -47,6 +48,8 @@ class Logger:
 
     def step(self, **sums):
         """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
+        if not math.isfinite(sums["loss_sum"]):  # a skipped step does not count in the mean loss
+            sums |= {"loss_sum": 0.0, "targets": 0}
         self.sums.update(sums, steps=1)
         if graphs_compiled() > self.graphs + self.recompiles:
             self.recompiles = graphs_compiled() - self.graphs
@@ -72,7 +75,8 @@ class Logger:
         seconds, steps, positions = sums["seconds"], sums["steps"], sums["rows"] * self.loader.dataset.max_seq_len
         self.seconds += seconds
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
-        self(iter_num, train_loss=sums["loss_sum"] / sums["targets"], ms=1000 * seconds / steps,
+        train_loss = sums["loss_sum"] / sums["targets"] if sums["targets"] else math.nan
+        self(iter_num, train_loss=train_loss, ms=1000 * seconds / steps,
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * seconds / steps, wait=wait_seconds / seconds,

@@ -1,4 +1,5 @@
 """What the machine is and can do: its description, its peak FLOP/s, the memory in use."""
+import math
 import os
 import platform
 import re
@@ -13,7 +14,7 @@ PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
     "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12,
     "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
-    "MI250X": 191.5e12}  # one of the two devices that an MI250X is to torch
+    "MI250X": 191.5e12}  # half of an MI250X: torch sees two devices
 
 
 def peak_flops(device, dtype):
@@ -35,7 +36,7 @@ def peak_memory_mb(device):
     try:
         import resource
     except ImportError:  # Windows
-        return None
+        return math.nan
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 10 if sys.platform != "darwin" else 2 ** 20)
 
 
@@ -44,7 +45,7 @@ def describe_machine(device):
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif os.path.exists("/proc/cpuinfo"):
-        name = re.search(r"model name\s*: (.*)|$", open("/proc/cpuinfo").read())[1]
+        name = re.search(r"model name\s*: (.*)|$", open("/proc/cpuinfo").read())[1] or platform.machine()
     else:
         name = platform.processor()
     folder = os.path.dirname(os.path.abspath(__file__))

@@ -56,8 +56,8 @@ class GPTConfig:
         derived = {"n_kv_head": self.n_head, "intermediate_size": 4 * C if gpt2 else 64 * math.ceil(C / 24),
                    "norm_eps": 1e-6 if mla and not gpt2 else 1e-5}
         if mla:
-            # A head's query and key, nope + rope, are as wide as its value. If the widths differed, SDPA could not use
-            # its flash kernels: CUDA would fall back to the memory-efficient one, a CPU to all T x T weights.
+            # By default a head's query and key, nope + rope, are as wide as its value. If the widths differ, SDPA can
+            # not use its flash kernels: CUDA falls back to the memory-efficient one, a CPU to all T x T weights.
             rope = 0 if gpt2 else self.qk_rope_head_dim or max(2, hd // 4 * 2)
             derived |= {"kv_lora_rank": min(128, C // 2), "qk_rope_head_dim": rope,
                         "qk_nope_head_dim": max(1, hd - rope), "v_head_dim": hd}
@@ -73,7 +73,7 @@ class GPTConfig:
         for name in NO_CHOICE[self.arch] + NO_CHOICE[self.attention]:
             value = derived.get(name, getattr(GPTConfig, name))
             expect(name, getattr(self, name) == value,
-                   f"expected {value}: arch={self.arch} attention={self.attention} has no other")
+                   f"expected {value}, the only value with arch={self.arch} attention={self.attention}")
         expect("local_heads", not self.local_heads or self.qk_norm and self.embed_norm,
                "expected False without qk_norm=True and embed_norm=True")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
@@ -183,7 +183,7 @@ def apply_rotary_emb(x, rope):
     """
     Rotates the pairs (x[i], x[i + hd/2]) of each head by their position's angles. x (B, T, heads, hd) float32.
     rope: (cos, sin), each (B or 1, T, 1, hd / 2). Pairing halves instead of neighbours is how Hugging Face stores the
-    weights of Llama and Qwen; it permutes the columns of q_proj and k_proj, nothing else.
+    weights of Llama and Qwen; it permutes the rows of q_proj's and k_proj's weights, nothing else.
     """
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)

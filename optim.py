@@ -83,8 +83,8 @@ def build_schedule(config, max_iters):
     if warmup_iters is None:  # chat tuning
         warmup_iters = min(100, decay_iters // 10, before_decay)
     if warmup_iters > before_decay:
-        fail(f"--warmup_iters={warmup_iters}: expected at most the {before_decay} steps before the decay ends (with "
-             f"wsd: begins); or change --max_iters, --lr_decay_iters or --wsd_decay_frac")
+        fail(f"--warmup_iters={warmup_iters}: expected at most {before_decay} steps; or change --max_iters, "
+             f"--lr_decay_iters or --wsd_decay_frac")
     if schedule != "constant" and min_lr > learning_rate:
         fail(f"--min_lr={min_lr}: above --learning_rate={learning_rate}, so the rate would rise; give at most that")
 

@@ -39,8 +39,8 @@ def load_init_from(config, overrides, stage):
                  f"--init_from={out_dir} --out_dir=...")
         take_settings(config, overrides, checkpoint)
     model_args = checkpoint["model_args"]
-    for name in config.keys() & model_args.keys() - {"max_seq_len", "dropout"}:
-        accepted = model_args[name], checkpoint["config"].get(name)  # as built, and as set: None may stand for it
+    for name in config.keys() & (model_args.keys() - {"max_seq_len", "dropout"}):
+        accepted = model_args[name], checkpoint["config"].get(name)  # the value, or the None that it was derived from
         if name in overrides and overrides[name] not in accepted:
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]

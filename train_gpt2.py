@@ -31,7 +31,7 @@ from start import check_out_dir, load_init_from, report_settings
 # -----------------------------------------------------------------------------
 # settings
 out_dir: str = "out"  # checkpoints, config.json, log.jsonl and loss.png
-init_from: str = "scratch"  # scratch | resume | auto (resume if possible) | gpt2, gpt2-medium, ... | a path
+init_from: str = "scratch"  # scratch | resume | auto, auto:PATH (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 500  # evaluate and save a checkpoint every this many steps
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 are 1M tokens
@@ -72,7 +72,7 @@ weight_decay: NonNegativeFloat = 0.1  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.02  # muon: peak for the hidden matrices
-embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None: learning_rate, as for the next two
+embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None here and in the next two: learning_rate
 head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
@@ -156,14 +156,14 @@ change_model(orig_model, loader, max_iters * global_batch_size, config, amp_dtyp
 
 # The model is compiled for one shape, (batch_size, max_seq_len), in training and validation. Everything that has
 # another shape, and every checkpoint, uses orig_model, whose parameters are the same tensors.
-model, compiled = wrap_model(orig_model, torch_device, options)
+model, eval_model = wrap_model(orig_model, torch_device, options)
 state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, max_iters, config, checkpoint, state, metrics)
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_token], config, "base")
 
 facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name,
              data=train_data.fingerprint, stage="base")
-checkpointer = Checkpointer(out_dir, state, facts, resuming)
+checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)
@@ -176,20 +176,20 @@ data: {data_dir}, {train_data.tokens:,} tokens: {len(train_data):,} rows of {max
 run: {max_iters:,} steps of {global_batch_size} rows, {tokens_per_step:,} tokens, \
 {max_iters * global_batch_size / len(train_data):.2f} epochs; {world_size} x {torch_device.type}, {amp_dtype}""")
 report_settings(config, overrides, torch_device)
-compile_seconds = warm_up(model, compiled, opt, loader.peek(), autocast, options)
+compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, max_iters, loader, orig_model.flops_per_token(max_seq_len),
              world_size * peak_flops(torch_device, amp_dtype), metrics, trackers, resuming)
 log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_seconds)
 
 # -----------------------------------------------------------------------------
-# training loop; iter_num counts the steps taken
+# training loop; iter_num counts steps, skipped ones too
 stop = StopSignal(out_dir)
 while True:
     done = iter_num >= max_iters
     if iter_num % eval_interval == 0 or done:
         print0("evaluating ...")
         with autocast:
-            val_loss, val_bpb = validation_loss(compiled, val_data, batch_size, eval_iters, torch_device, rank,
+            val_loss, val_bpb = validation_loss(eval_model, val_data, batch_size, eval_iters, torch_device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
         checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
@@ -211,7 +211,7 @@ while True:
             loss = model(**batch)  # summed over the micro-batch
         loss_sum += loss.detach()
         scaler.scale(loss * (world_size / tokens_per_step)).backward()  # DDP averages over the ranks
-    loss_sum, stopping = all_reduce(loss_sum, stop.requested)
+    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers; waits for the device
 
     # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
     lr = get_lr(iter_num)

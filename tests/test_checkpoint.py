@@ -32,11 +32,11 @@ class Entry:
         self.value = value
 
 
-def new_checkpointer(folder, resuming=False, **entries):
+def new_checkpointer(folder, **entries):
     gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, max_seq_len=8, vocab_size=384))
     facts = {"model_args": asdict(gpt.config), "config": {}, "tokenizer": "bytes", "stage": "base", "data": "digest"}
     state = {"model": gpt, "optimizer": torch.optim.AdamW(gpt.parameters()), **entries}
-    return Checkpointer(folder, state, facts, resuming)
+    return Checkpointer(folder, state, facts)
 
 
 def saved(folder, *losses, **entries):
@@ -63,7 +63,7 @@ def test_the_best_is_a_link_or_a_copy_with_its_own_val_loss(tmp_path, monkeypatc
     saved(tmp_path, 3.0, 1.5)
     assert os.path.samefile(tmp_path / "ckpt_best.pt", tmp_path / "ckpt.pt") == links
     (tmp_path / "ckpt_best.pt").unlink()  # as if killed before the link: the resumed run evaluates again
-    checkpointer = new_checkpointer(tmp_path, resuming=True)
+    checkpointer = new_checkpointer(tmp_path)
     assert checkpointer.resume(load_checkpoint(tmp_path), 9) == 1
     checkpointer.save(1, 1.5)
     assert load(tmp_path, "ckpt_best.pt")["iter_num"] == 1 and load(tmp_path, "ckpt_prev.pt")["iter_num"] == 0
@@ -100,7 +100,8 @@ def test_killed_while_saving_there_is_always_a_whole_checkpoint(tmp_path):
     ends = []
     while not ends or ends[-1][0]:
         folder = saved(tmp_path / str(len(ends)), 2.0, 1.9)
-        checkpointer = new_checkpointer(folder, resuming=True)
+        checkpointer = new_checkpointer(folder)
+        checkpointer.resume(load_checkpoint(folder), 9)
         pid = os.fork()
         if pid == 0:
             try:
@@ -119,7 +120,7 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys,
     saved(tmp_path, 2.0, None, 1.9, None)
     (tmp_path / "ckpt_mine.pt").write_bytes(b"kept")
     before = contents(tmp_path)
-    checkpointer = new_checkpointer(tmp_path, resuming)
+    checkpointer = new_checkpointer(tmp_path)
     if resuming:
         checkpointer.resume(load_checkpoint(tmp_path), 9)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -142,7 +143,7 @@ def test_saves_that_fail_are_warnings_and_exit_code_2_if_the_last_one_does(shard
     program = patched(tmp_path, "train_gpt2.py", fail_writes([10, 20]))
     output = run(program, *TINY, f"--data_dir={shards}", f"--out_dir={out_dir}", code=2)
     for step in (10, 20):
-        assert f"step {step} could not be saved (OSError: no space); the last checkpoint is of step 0" in output
+        assert f"step {step} could not be saved (OSError: no space); the last checkpoint is step 0" in output
     assert output.count("error: ") == 1 and "step 20 could not be saved; resume with python " in output
     assert load(out_dir)["iter_num"] == 0 and contents(out_dir).keys() == {"ckpt.pt", "ckpt_best.pt"}
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={out_dir}")
@@ -169,7 +170,7 @@ def test_saves_between_evaluations_resume_and_a_save_comes_before_hooks_that_fai
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_never_takes_its_place(tmp_path, capsys):
     saved(tmp_path, 3.0, 2.0)
     (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:1000])
-    checkpointer = new_checkpointer(tmp_path, resuming=True)
+    checkpointer = new_checkpointer(tmp_path)
     assert checkpointer.resume(load_checkpoint(tmp_path), 9) == 0
     assert "WARNING: no readable ckpt.pt" in capsys.readouterr().out
     for now, before in ((0, 0), (1, 0), (2, 1)):
@@ -224,7 +225,7 @@ def test_an_entry_is_restored_whatever_its_value_and_a_missing_one_is_named(tmp_
 
 def test_a_run_resumes_with_its_data_and_no_fewer_steps(tmp_path, capsys):
     saved(tmp_path, 1.0, None, None)
-    checkpointer, checkpoint = new_checkpointer(tmp_path, resuming=True), load_checkpoint(tmp_path)
+    checkpointer, checkpoint = new_checkpointer(tmp_path), load_checkpoint(tmp_path)
     line = error_line(capsys, checkpointer.resume, checkpoint, 1)
     assert "--max_iters=1: " in line and "has taken 2 steps" in line
     assert "other data" in error_line(capsys, checkpointer.resume, {**checkpoint, "data": "another digest"}, 2)

@@ -1,4 +1,5 @@
 """Anything in extras/ can be deleted, and a script copied and renamed: each tree is a copy with its own modules."""
+import os
 import re
 import shutil
 import sys
@@ -30,10 +31,11 @@ def copy_tree(folder, without=()):
 
 def forget_checkout(folder, *args):
     """In a fork: what was imported from the checkout is imported from a copy of it."""
+    ours = {str(ROOT), str(ROOT / "extras"), str(ROOT / "tests")}  # and not an environment in .venv
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/"):
+        if os.path.dirname(getattr(module, "__file__", None) or "") in ours:
             del sys.modules[name]
-    sys.path[:] = [folder, *(path for path in sys.path if not path.startswith(str(ROOT)))]
+    sys.path[:] = [folder, *(path for path in sys.path if path not in ours)]
     run_forked(*args)
 
 

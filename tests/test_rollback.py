@@ -46,7 +46,7 @@ def saved(tmp_path):
     guard, entries = new_guard(), {key: Value(0) for key in ("model", "optimizer", "rows_seen")}
     facts = dict(model_args=asdict(GPTConfig()), config={}, tokenizer="bytes", data="", stage="base")
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    checkpointer = Checkpointer(tmp_path, {**entries, "scaler": scaler, "health": guard}, facts, False)
+    checkpointer = Checkpointer(tmp_path, {**entries, "scaler": scaler, "health": guard}, facts)
     for step in (10, 20, 25):
         for entry in entries.values():
             entry.value = step
