@@ -59,9 +59,9 @@ def test_chat_tuning_warms_up_for_a_tenth_of_the_run_and_at_most_100_steps():
 
 
 @pytest.mark.parametrize("schedule, changes, words", [
-    ("cosine", dict(warmup_iters=101), ["--warmup_iters=101", "the 100 steps"]),
-    ("constant", dict(warmup_iters=101), ["--warmup_iters=101", "the 100 steps"]),
-    ("wsd", dict(warmup_iters=81), ["--warmup_iters=81", "the 80 steps"]),
+    ("cosine", dict(warmup_iters=101), ["--warmup_iters=101", "at most 100 steps"]),
+    ("constant", dict(warmup_iters=101), ["--warmup_iters=101", "at most 100 steps"]),
+    ("wsd", dict(warmup_iters=81), ["--warmup_iters=81", "at most 80 steps"]),
     ("wsd", dict(wsd_decay_frac=0.0), ["--wsd_decay_frac=0.0"]),
     ("cosine", dict(min_lr=0.7), ["--min_lr=0.7", "--learning_rate=0.6"]),
 ])
