@@ -112,7 +112,7 @@ def test_the_fingerprint_tells_shards_apart(tmp_path):
 
     a, b = np.arange(3000), np.arange(3000, 6000)
     first, last = np.where(a == 0, 7, a), np.where(b == 5999, 7, b)
-    datasets = [[a, b], [first, b], [a, last], [b, a], [a, b[:-1]], [a], [a, b, b]]
+    datasets = [[a, b], [first, b], [a, last], [b, a], [a, b[:-1]], [a], [a, b, b], [0 * a], [0 * a[1:]]]
     prints = [fingerprint(str(i), *shards) for i, shards in enumerate(datasets)]
     assert len(set(prints)) == len(prints) and fingerprint("copy", a, b) == prints[0]
 

@@ -114,7 +114,6 @@ def kill_and_resume(script, args, out_dir, kills, rng):
     print("resumes:", resumes + ("resumed at step" in run(script, *args)))
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 def test_killed_at_random_moments_training_ends_as_if_uninterrupted(shards, whole, tmp_path, kills):
     args = [*ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=60", "--init_from=auto"]
@@ -171,11 +170,11 @@ def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(shards, whole, tmp
         assert value == pytest.approx(other[key, step], abs=1e-5 if step <= 20 else 1e-4), (key, step)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("extra, ranks", [
     # of two ranks a sum is the same in any order; of three it is the order in which DDP has laid out the gradients
     (["--optimizer=muon"], 3),
-    (["--arch=llama", "--n_layer=1", "--optimizer=muon", "--compile=True", "--compile_backend=aot_eager"], 2),
+    pytest.param(["--arch=llama", "--n_layer=1", "--optimizer=muon", "--compile=True", "--compile_backend=aot_eager"],
+                 2, marks=pytest.mark.slow),
 ], ids=["three", "two_compiled"])
 def test_ranks_interrupted_equal_ranks_uninterrupted(shards, tmp_path, extra, ranks):
     args = [*ARGS, *extra, f"--data_dir={shards}", f"--gradient_accumulation_steps={ranks}"]

@@ -317,15 +317,15 @@ def answers(output):
 
 
 def test_a_conversation_in_the_terminal(saved, tmp_path):
-    """The same question alone, at the start of a second conversation, and without a system message."""
-    args = ["--chat=True", "--temperature=0", "--max_new_tokens=8"]
+    """The same question alone, after one that is forgotten, in a new conversation, and without a system message."""
+    args = ["--chat=True", "--temperature=0", "--max_new_tokens=3"]
     alone = sample(saved["chat"], *args, "--prompt=say on", "--system=be brief")
     untaught = sample(saved["base"], *args, "--prompt=say on")
-    script = typed(tmp_path, f"say cat\nsay mat\nsay the cat sat\n/reset\nsay on\n{'x' * 80}\n/quit\nnot read\n")
+    script = typed(tmp_path, f"say the cat sat on the mat\nsay on\na\n/reset\nsay on\n{'x' * 80}\n/quit\nnot read\n")
     output = sample(saved["chat"], *args, "--system=be brief", script=script)
     assert "chat model" in alone and "base model" in untaught and "base model" not in alone
     assert len(answers(alone)) == len(answers(untaught)) == 1 and len(answers(output)) == 5
-    assert answers(output)[3] == answers(alone)[0] != answers(untaught)[0]
+    assert answers(output)[1] == answers(output)[3] == answers(alone)[0] != answers(untaught)[0]
     before, after = output.split("(a new conversation)")
     assert "turn does not fit any more and is forgotten" in before and "forgotten the beginning" not in before
     assert "longer than the model's 48 positions: it has forgotten the beginning" in after

@@ -162,8 +162,8 @@ def test_newton_schulz_is_torchs():
 def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, backend):
     """Three steps with random gradients; its matmuls are in bfloat16, hence the tolerance."""
     gpt, twin = small_gpt(arch), small_gpt(arch)
-    optimizer = configure_optimizer(gpt, optimizer_config("muon"))
-    adamw = configure_optimizer(twin, optimizer_config("adamw"))
+    optimizer = configure_optimizer(gpt, optimizer_config("muon", weight_decay=5.0))
+    adamw = configure_optimizer(twin, optimizer_config("adamw", weight_decay=5.0))
     if backend:
         optimizer.compile(backend)
     hidden = {name: p.detach().clone() for name, p in gpt.transformer.h.named_parameters() if p.dim() == 2}
@@ -180,7 +180,7 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
             mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
             update = update / mean_square[name].sqrt()[:, None]
             update *= norm / update.norm()
-            p -= 0.02 * (0.1 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
+            p -= 0.02 * (5 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
     for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
         expected = hidden.get(name.removeprefix("transformer.h."))
         if expected is None:
