@@ -64,7 +64,7 @@ def load_checkpoint(path, merge=True):
             merge_adapters(checkpoint)
         return checkpoint
     fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its folder, a "
-         f"Hugging Face folder, or gpt2, gpt2-medium, gpt2-large or gpt2-xl")
+         f"Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
 
 
 def load_model(path, device):

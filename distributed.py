@@ -1,4 +1,4 @@
-"""The processes of a run: ranks, device and precision; sums, gradients and seeds that the ranks agree on."""
+"""The processes of a run: ranks, device, precision, errors; sums, gradients and seeds that the ranks agree on."""
 import math
 import os
 import sys
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from configurator import fail, format_error
-from interrupt import excepthook
 
 # Linux: use transparent huge pages for CPU tensors of 2 MB or more (1 page fault instead of 512), as NumPy does. Must
 # be set before PyTorch allocates its first tensor.
@@ -59,6 +58,25 @@ def init_process(device):
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
                                 device_id=device if cuda else None)
     return rank(), world_size, device
+
+
+def excepthook(kind, error, tb):
+    """One line for expected errors, the traceback for the rest. init_process sets it as sys.excepthook."""
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
+    elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
+        fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the "
+             f"same factor: the same model)", alone=True)
+    elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
+        print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them "
+              f"again with --init_from=auto", file=sys.stderr)
+    elif issubclass(kind, OSError):  # the disk
+        fail(f"{kind.__name__}: {error}", alone=True)
+    else:
+        sys.__excepthook__(kind, error, tb)
 
 
 def local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size):

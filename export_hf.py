@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from chat_data import parse_mixture
 from checkpoint import describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
+from distributed import excepthook
 from import_hf import (GPT2_MODELS, LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, import_transformers,
                        transpose_matrices)
-from interrupt import excepthook
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------

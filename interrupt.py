@@ -1,14 +1,14 @@
-"""How a run is stopped: signals ask the loop to stop after its step, and expected errors end in one line."""
+"""How a run stops: signals ask the loop to stop after its step, and its last lines say what is saved."""
 import os
 import shlex
 import signal
 import sys
 import time
 
-import torch
 import torch.distributed as dist
 
 from configurator import fail
+from distributed import rank
 from machine import peak_memory_mb
 
 
@@ -33,30 +33,11 @@ class StopSignal:
     def request(self, number, frame):
         if not self.requested:
             self.requested, self.requested_at = True, time.monotonic()
-            if int(os.environ.get("RANK", 0)) == 0:  # not print, which may be what was interrupted
+            if rank() == 0:  # not print, which may be what was interrupted
                 name = signal.Signals(number).name
                 os.write(2, f"\n{name}: stopping after this step; again, after 5 seconds, exits at once\n".encode())
         elif time.monotonic() - self.requested_at > 5:
             raise KeyboardInterrupt(resume_hint(self.out_dir))
-
-
-def excepthook(kind, error, tb):
-    """One line for expected errors, the traceback for the rest. init_process sets it as sys.excepthook."""
-    if issubclass(kind, KeyboardInterrupt):
-        print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
-    elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
-        fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the "
-             f"same factor: the same model)", alone=True)
-    elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
-        print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them "
-              f"again with --init_from=auto", file=sys.stderr)
-    elif issubclass(kind, OSError):  # the disk
-        fail(f"{kind.__name__}: {error}", alone=True)
-    else:
-        sys.__excepthook__(kind, error, tb)
 
 
 def finish(iter_num, done, checkpointer, device, command):
@@ -67,7 +48,7 @@ def finish(iter_num, done, checkpointer, device, command):
     if dist.is_initialized():
         time.sleep(0.1)  # else gloo can hang: its thread needs the GIL to free the last tensor (torch 2.13)
         dist.destroy_process_group()
-    if int(os.environ.get("RANK", 0)) > 0:
+    if rank() > 0:
         return
     if checkpointer.saved_iter != iter_num:
         fail(f"--out_dir={out_dir}: step {iter_num} could not be saved; {resume_hint(out_dir)}")

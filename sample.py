@@ -179,7 +179,9 @@ if __name__ == "__main__":
     if chat and num_samples > 1:
         fail(f"--num_samples={num_samples}: --chat=True answers once")
     with one_line_errors(f"--prompt={prompt}"):
-        text = Path(prompt[5:]).read_text(encoding="utf-8") if prompt.startswith("FILE:") else prompt
+        text = prompt
+        if prompt.startswith("FILE:"):
+            text = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
 
     _, _, torch_device = init_process(device)
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))

@@ -91,11 +91,11 @@ def check_out_dir(config, resuming):
 
 
 def report_settings(config, overrides, device):
-    """Prints the settings that were given and the machine, and writes all settings and the machine to config.json."""
-    machine = describe_machine(device)
+    """On rank 0: prints the settings that were given and the machine, and writes all settings to config.json."""
+    if rank() > 0:
+        return
+    machine, path = describe_machine(device), Path(config["out_dir"], "config.json")
     print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     print0("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()))
-    if rank() == 0:
-        path = Path(config["out_dir"], "config.json")
-        with one_line_errors(path):
-            path.write_text(json.dumps({**config, "machine": machine}, indent=1) + "\n", encoding="utf-8")
+    with one_line_errors(path):
+        path.write_text(json.dumps({**config, "machine": machine}, indent=1) + "\n", encoding="utf-8")

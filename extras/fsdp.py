@@ -47,8 +47,7 @@ class ShardedModel:
         return weights if dist.get_rank() == 0 else {}
 
     def load_state_dict(self, weights):
-        frozen = any(not p.requires_grad for p in self.model.parameters())  # LoRA: only the adapters are there
-        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True, strict=not frozen))
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
 
 
 class ShardedOptimizer:

@@ -20,7 +20,8 @@ from configurator import configure
 from conftest import (ROOT, SFT, TINY, Program, chats, check_resumed, check_same_run, damage, load, one_line_or_works,
                       patched, read_log, run, run_ranks)
 from dataloader import TokenDataset
-from interrupt import StopSignal, excepthook
+from distributed import excepthook
+from interrupt import StopSignal
 from tokenizer import get_tokenizer
 
 ARGS = [*TINY, "--sample_tokens=0"]
