@@ -5,18 +5,18 @@ Scores a checkpoint: HellaSwag, ARC, MMLU, GSM8K, and the validation loss in bit
     python evaluate.py --tasks=hellaswag,arc_easy --data_dir=data/fineweb-edu
     torchrun --nproc_per_node=8 evaluate.py --tasks=mmlu,gsm8k --task_dir=tasks  # local: tasks/mmlu/test.jsonl, ...
 
-A line of a local file has what a row on the hub has:
+Each line of a local file is a row as on the hub:
 
     {"ctx": "He sits down and", "endings": ["sings.", "flies.", "eats.", "melts."], "label": 2}      hellaswag
     {"question": "Ice is?", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]}, "answerKey": "B"}   arc_*
     {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}                                   mmlu
     {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                                    gsm8k
 
-HellaSwag and ARC have the prompts and scores of EleutherAI's lm-evaluation-harness, after an <|endoftext|>. MMLU
-compares the texts of the choices, as its mmlu_continuation does, without naming the subject; GSM8K takes the last
-number of an answer where there is no ####. All are zero-shot. Scores do not depend on the batch size or the number of
-ranks: float32 is the default because in a coarser dtype the padding of a batch decides between two choices that are
-nearly tied.
+Every task is zero-shot. HellaSwag and ARC use the prompts and scores of EleutherAI's lm-evaluation-harness, after an
+<|endoftext|>. MMLU compares the texts of the choices, like the harness's mmlu_continuation, without naming the
+subject. GSM8K takes the number after ####, or else the last number of the answer. Scores do not depend on the batch
+size or the number of ranks. The default is float32, because in a coarser dtype the padding of a batch can decide
+between two choices that are nearly tied.
 """
 import json
 import math
@@ -62,8 +62,8 @@ NUMBER = re.compile(r"""
 
 def final_number(text):
     """
-    The answer in a text: the first number after ####, GSM8K's mark, else the last number; None if there is none. Equal
-    numbers are equal strings: 1,000 and $1000 and 1000.00 are "1000".
+    Returns the answer in a text, as a string: the first number after ####, GSM8K's mark, else the last number, or None
+    if there is no number. Equal numbers give equal strings: 1,000 and $1000 and 1000.00 all give "1000".
     """
     numbers = NUMBER.findall(text.partition("####")[2]) or NUMBER.findall(text)[::-1]
     if numbers:
@@ -71,18 +71,18 @@ def final_number(text):
 
 
 def clean(text):
-    """HellaSwag's text without the markup of its source, as in the harness."""
+    """Removes the markup of HellaSwag's source from its text, as the harness does."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def tokenize_row(task, row, tokenizer, stage):
     """
-    A row -> an example, a dict: context, the ids of the prompt; choices, the ids of each continuation, none for GSM8K;
-    characters of each choice, if choices of unequal lengths are compared; gold, the index of the correct choice, or
-    GSM8K's number. A row that is not in its data set's schema raises whatever that leads to.
+    Turns a row of a data set into an example, a dict: context, the ids of the prompt; choices, the ids of each
+    continuation (empty for GSM8K); characters, the length of each choice (empty for letters); gold, the index of the
+    correct choice, or GSM8K's number. Raises an exception of any kind if the row does not have its data set's schema.
 
-    A chat model gets MMLU, by letter, and GSM8K in the chat format. HellaSwag and ARC stay the same: they ask which
-    text is likelier.
+    A chat model gets MMLU (answered by letter) and GSM8K in the chat format. HellaSwag and ARC ask which text is
+    likelier, so they are the same for both stages.
     """
     if task == "gsm8k":
         question, choices, gold = row["question"], [], final_number(row["answer"])
@@ -110,9 +110,9 @@ def tokenize_row(task, row, tokenizer, stage):
         context = render_chat(tokenizer, [{"role": "user", "content": question}])[0]
         context.append(chat_tokens(tokenizer)["assistant"])
     else:
-        # Context and continuation are encoded apart. GPT-2's pre-tokenizer splits the whole text there too, as it
-        # never joins a space to the letters before it. Only a run of spaces would be split elsewhere, so spaces at the
-        # end of a context belong to the continuation, as in the harness.
+        # Context and continuation are encoded separately. GPT-2's pre-tokenizer would split the whole text at the same
+        # place, because it never joins a space to the letters before it. It would split a run of spaces elsewhere, so
+        # spaces at the end of a context move to the continuation, as in the harness.
         prompt = text.rstrip()
         choices = [text[len(prompt):] + " " + choice for choice in choices]
         context = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
@@ -121,15 +121,16 @@ def tokenize_row(task, row, tokenizer, stage):
 
 
 def subsample(items, n):
-    """n of the items, evenly spaced and always the same; all if n is None or there are no more."""
+    """Returns n of the items, evenly spaced and always the same; all of them if n is None or there are no more."""
     n = min(n or len(items), len(items))
     return [items[i * len(items) // n] for i in range(n)]
 
 
 def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     """
-    The examples of a task for `score`, from the hub or a local file, in its order: tokenize_row's, and where each of
-    them stands. max_examples: that many, evenly spaced; None: all. stage: the checkpoint's, base | chat.
+    Returns the examples of a task, from the hub or a local file and in its order, for `score`: tokenize_row's dicts
+    and, as "where", the line or row of each. max_examples: take this many, evenly spaced; None takes all.
+    stage: the checkpoint's, base or chat.
     """
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
                          f"the tasks are {', '.join(TASKS)}; expected TASK/test.jsonl or TASK/validation.jsonl in the "
@@ -159,8 +160,8 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
 
 def rows_to_score(examples, max_seq_len):
     """
-    [(ids to read, {(example, choice): the choice's ids, ...}), ...]: choices of a single token share a row. Where the
-    examples have no choices, [(prompt, example), ...].
+    Returns [(ids to read, {(example, choice): the choice's ids, ...}), ...]. Choices with the same ids to read, as all
+    single tokens are, share a row. If the examples have no choices: [(prompt, example), ...].
     """
     rows = {}
     for i, example in enumerate(examples):
@@ -171,7 +172,7 @@ def rows_to_score(examples, max_seq_len):
 
 
 def log_likelihoods(model, batch):
-    """The log-likelihood of each choice in a batch of rows_to_score, in nats: {(example, choice): float}"""
+    """Returns the log-likelihood, in nats, of each choice in a batch of rows_to_score: {(example, choice): float}."""
     device = model.lm_head.weight.device
     idx = pad_sequence([torch.tensor(ids) for ids, _ in batch], batch_first=True)  # (B, T); padding is unseen: causal
     hidden = model.hidden_states(idx.to(device))  # (B, T, C)
@@ -188,20 +189,20 @@ def log_likelihoods(model, batch):
 def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     """
     Scores a model on examples from load_examples. Returns a dict, the same on every rank:
-    acc, the share of correct answers: the choice with the highest log-likelihood, or the final number generated;
-    acc_norm (not for letters or GSM8K): the same with the log-likelihood divided by the choice's characters, as in the
-    harness, since longer texts are less likely; acc_stderr, acc_norm_stderr: standard errors; chance: acc of guessing;
-    n, the number of examples; truncated, those longer than max_seq_len, whose beginning the model did not see;
-    examples: for each, what the model answered and what is correct.
+    acc: the share of correct answers, where an answer is the choice with the highest log-likelihood, or the final
+    number generated; acc_norm (not for letters or GSM8K): the same with each log-likelihood divided by the number of
+    characters of its choice, as in the harness, because longer texts are less likely; acc_stderr, acc_norm_stderr:
+    their standard errors; chance: the acc of guessing; n: the number of examples; truncated: how many were longer than
+    max_seq_len and lost their beginning; examples: what the model answered and what is correct, for each.
 
-    model: in eval mode and not compiled, as shapes vary; autocast is the caller's. All ranks call it: they share the
-    batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
+    model: in eval mode and not compiled, because shapes vary. The caller sets autocast. All ranks must call this: they
+    share the batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
     """
     n, max_seq_len = len(examples), model.config.max_seq_len
     share, n_shares = eval_share(model)
     rows = rows_to_score(examples, max_seq_len)
-    # Longest first: there is little padding, and memory runs out early or never. The ranks share batches, not rows:
-    # however many they are, the batches are the same, and so are the scores, to the bit.
+    # Longest first, so that there is little padding, and memory runs out early or never. The ranks share batches and
+    # not rows, so that any number of ranks sees the same batches and gets the same scores, to the bit.
     rows.sort(key=lambda row: -len(row[0]))
     results = {}
     try:
@@ -214,7 +215,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
                 steps = generate(model, contexts, max_new_tokens, temperature=0,
                                  **generation_limits(tokenizer, stage == "chat"))
                 results |= zip(numbers, zip(*progress(steps)))  # from a list per position to one per example
-    except ValueError as error:  # raised below: the other ranks are waiting there
+    except ValueError as error:  # raised below, where the other ranks wait
         results["error"] = error
     if n_shares > 1:
         parts = [None] * n_shares
@@ -237,7 +238,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
             ids = [token for token in results[i] if token is not None]
             text = tokenizer.decode([token for token in ids if token < tokenizer.eot_token])
             if stage == "base":
-                text = text.partition("Question:")[0]  # the next one, which it makes up
+                text = text.partition("Question:")[0]  # a base model goes on to invent the next question
             answer = {"text": text, "predicted": final_number(text)}
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
         longest = max(map(len, choices or [ids]))
@@ -252,14 +253,14 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
 
 
 def format_result(task, result):
-    """A result of `score` in one line."""
+    """Returns a result of `score` as one line of text."""
     return f"{task:<13} " + ", ".join(f"{key} {round(value, 4)}" for key, value in result.items() if key != "examples")
 
 
 def task_hook(model, tokenizer, autocast, stage, config):
     """
     Loads the examples of config["eval_tasks"] and returns a training loop's hook(iter_num, done) -> dict for the log,
-    which scores 64 examples of each task, evenly spaced, or all of them when the run is done. All ranks call it.
+    which scores 64 examples of each task, evenly spaced, or all of them when the run is done. All ranks must call it.
     """
     tasks = {task: load_examples(task, tokenizer, stage, config["task_dir"])
              for task in re.findall(r"\w+", config["eval_tasks"])}
@@ -274,7 +275,7 @@ def task_hook(model, tokenizer, autocast, stage, config):
                     result = score(model, tokenizer, stage, examples, config["batch_size"])
                 values |= {f"{task}_{key}": value for key, value in result.items() if key != "examples"}
                 print0(f"step {iter_num}: {format_result(task, result)}")
-            except ValueError as error:  # no reason to end the run
+            except ValueError as error:  # a score is not worth the run
                 print0(f"step {iter_num}: {task}: no score: {error}")
         model.train()
         return values

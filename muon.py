@@ -11,8 +11,8 @@ from distributed import gather
 
 def newton_schulz(matrices):
     """
-    Orthogonalizes each of `matrices` (n, rows, cols), roughly: divided by its norm, and then five steps of a quintic
-    iteration whose coefficients bring the singular values to between 0.7 and 1.2 (Jordan et al. 2024). In bfloat16.
+    Approximately orthogonalizes each of `matrices` (n, rows, cols): divides it by its norm, then takes five steps of
+    a quintic iteration that brings its singular values to between 0.7 and 1.2 (Jordan et al. 2024). Returns bfloat16.
     """
     tall = matrices.size(1) > matrices.size(2)
     X = matrices.bfloat16().mT if tall else matrices.bfloat16()
@@ -26,9 +26,9 @@ def newton_schulz(matrices):
 
 def muon_updates(matrices, mean_square, beta2=0.95):
     """
-    The orthogonalized `matrices` (n, rows, cols) with NorMuon's step size for each row (Li et al. 2025): a row, the
-    weights of one neuron, is divided by the root of its mean square, averaged over the steps in mean_square
-    (n, rows, 1), and the norm of each matrix is kept. Returns float32 updates and the new mean_square.
+    Orthogonalizes `matrices` (n, rows, cols) and gives each row, the weights of one neuron, its own step size
+    (NorMuon, Li et al. 2025): divides the row by the root of its mean square, which mean_square (n, rows, 1) averages
+    over the steps, and keeps the norm of each matrix. Returns float32 updates and the new mean_square.
     """
     updates = newton_schulz(matrices).float()
     mean_square = mean_square.lerp(updates.square().mean(2, keepdim=True), 1 - beta2)
@@ -39,33 +39,33 @@ def muon_updates(matrices, mean_square, beta2=0.95):
 
 class MuonAdamW(torch.optim.Optimizer):
     """
-    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which orthogonalizes each matrix's update, with
-    NorMuon's step size for each row, for one group, the first, and torch's AdamW for the others, as one optimizer.
-    adamw: AdamW's settings.
+    One optimizer for the whole model. The first of `groups` gets Muon, which orthogonalizes the update of each matrix
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with NorMuon's step size for each row. The other groups
+    get torch's AdamW with the settings `adamw`.
 
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Its state stays on the owner until
-    state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix, and keeps
-    its shard: sharing them out would send more than it saves.
+    state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix and keeps
+    its shard; dividing the matrices among the ranks would send more than it saves.
     """
 
     def __init__(self, groups, adamw):
-        self.adamw = torch.optim.AdamW(groups[1:], **adamw)  # it completes its groups, in place
+        self.adamw = torch.optim.AdamW(groups[1:], **adamw)  # adds its defaults to the groups, in place
         groups[0]["muon_momentum"] = 0.95
         super().__init__(groups, {})
         by_shape = sorted(groups[0]["params"], key=lambda p: p.shape)
         self.sharded = hasattr(by_shape[0], "full_tensor")
-        self.owner = {}  # matrix -> the rank that updates it, where several share the work
+        self.owner = {}  # matrix -> the rank that updates it; empty on one rank and under FSDP
         mine = by_shape
         if dist.is_initialized() and not self.sharded:
             self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_shape)}  # as many of each shape
             mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
-        # those of one shape are orthogonalized together; of sharded ones only one is whole at a time
+        # matrices of one shape are orthogonalized together; under FSDP only one at a time is gathered
         self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
         self.muon_updates = muon_updates
 
     @torch.no_grad()
     def compile(self, backend):
-        """Compiles the updates of all shapes. Not all of step, which would recompile at each learning rate."""
+        """Compiles muon_updates for each shape; a compiled step would recompile at each learning rate."""
         if self.sharded:
             return
         self.muon_updates = torch.compile(muon_updates, dynamic=False, backend=backend)
@@ -75,7 +75,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step of both."""
+        """One step of AdamW, then one of Muon."""
         # load_state_dict replaces these objects, so re-link them each time
         group, *self.adamw.param_groups = self.param_groups
         self.adamw.state = self.state
@@ -98,7 +98,7 @@ class MuonAdamW(torch.optim.Optimizer):
             broadcast.wait()
 
     def matrix_state(self, p):
-        """What is remembered of a hidden matrix: its momentum, like p, and row_mean_square (rows, 1) float32."""
+        """Muon's state of a matrix: momentum_buffer, shaped like p, and row_mean_square (rows, 1) float32."""
         if "row_mean_square" not in self.state[p]:
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # a checkpoint older than NorMuon has it
             self.state[p]["row_mean_square"] = torch.zeros(p.size(0), 1, device=p.device)

@@ -4,7 +4,7 @@ Tokenizers with tiktoken's interface, gpt2 and bytes, and the chat format:
     <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
 
 <|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded
-vocabulary. A special token that somebody types is text.
+vocabulary. A special token that a user types is plain text.
 """
 import functools
 import os
@@ -21,9 +21,8 @@ ROLES = ("system", "user", "assistant")
 
 def get_tokenizer(name):
     """
-    The tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken fetches gpt2's
-    vocabulary (1.5 MB) once; it is kept in data/tiktoken beside this file, unless TIKTOKEN_CACHE_DIR names another
-    folder.
+    Returns the tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken downloads
+    gpt2's vocabulary (1.5 MB) once and keeps it in TIKTOKEN_CACHE_DIR, by default data/tiktoken beside this file.
     """
     if name == "bytes":
         return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
@@ -34,15 +33,15 @@ def get_tokenizer(name):
     try:
         return tiktoken.get_encoding(name)
     except Exception as error:  # whatever the network raises
-        fail(f"tokenizer='gpt2': its vocabulary could not be fetched ({type(error).__name__}) and is not in "
-             f"{os.environ['TIKTOKEN_CACHE_DIR']}; point TIKTOKEN_CACHE_DIR to a folder that has it, or prepare "
-             f"the data with --tokenizer=bytes, which needs none")
+        fail(f"tokenizer='gpt2': its vocabulary could not be downloaded ({type(error).__name__}) and is not in "
+             f"{os.environ['TIKTOKEN_CACHE_DIR']}; set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the "
+             f"data with --tokenizer=bytes, which downloads nothing")
 
 
 def encode(tokenizer, text):
     """
-    Ids of a text, (n,) uint32: tiktoken's encode_ordinary without the Python list. As there, half a surrogate pair
-    becomes U+FFFD; about a million consecutive spaces raise ValueError (encode_ordinary would panic).
+    Returns the ids of a text, (n,) uint32, like tiktoken's encode_ordinary but without the Python list. Half a
+    surrogate pair becomes U+FFFD. About a million consecutive spaces raise ValueError, where encode_ordinary panics.
     """
     try:
         return tokenizer.encode_to_numpy(text, disallowed_special=())
@@ -51,13 +50,13 @@ def encode(tokenizer, text):
 
 
 def padded_vocab_size(tokenizer):
-    """The tokenizer's ids and the four chat tokens, up to a multiple of 128 (gpt2: 50304, bytes: 384)."""
+    """How many ids the tokenizer and the four chat tokens need, rounded up to a multiple of 128 (gpt2: 50304)."""
     return -(-(tokenizer.n_vocab + 4) // 128) * 128
 
 
 @functools.cache
 def token_bytes(tokenizer):
-    """Bytes of text per id, 0 for special tokens and padding: (padded vocabulary,) int64."""
+    """The number of bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
     for i in range(tokenizer.eot_token):  # <|endoftext|> is the last id, and the only special token
         sizes[i] = len(tokenizer.decode_single_token_bytes(i))
@@ -71,10 +70,9 @@ def chat_tokens(tokenizer):
 
 def render_chat(tokenizer, messages):
     """
-    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...] -> (ids, trained), two lists of equal
-    length.
-    trained: whether the model learns to write that id: assistant content and its <|end|>.
-    A prompt for an answer is ids + [chat_tokens(tokenizer)["assistant"]].
+    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...]. Returns (ids, trained), two lists of
+    equal length; trained says which ids the model learns to write: assistant content and its <|end|>.
+    To prompt for an answer, append chat_tokens(tokenizer)["assistant"] to the ids.
     """
     special = chat_tokens(tokenizer)
     ids, trained = [tokenizer.eot_token], [False]
