@@ -186,7 +186,7 @@ print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, 
        f"{world_size} x {torch_device.type}, {amp_dtype}")
 report_settings(config, overrides, torch_device)
 compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
-log = Logger(out_dir, num_iters, loader, orig_model.flops_per_token(max_seq_len),
+log = Logger(out_dir, num_iters, eval_interval, loader, orig_model.flops_per_token(max_seq_len),
              world_size * peak_flops(torch_device, amp_dtype), metrics, trackers, resuming)
 log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_seconds)
 
@@ -197,6 +197,7 @@ while True:
     done = iter_num >= num_iters
     if iter_num % eval_interval == 0 or done:
         print0("evaluating ...")
+        t0 = time.perf_counter()
         with autocast:
             val_loss, val_bpb = validation_loss(eval_model, val_rows, batch_size, eval_iters, torch_device, rank,
                                                 world_size)
@@ -204,6 +205,7 @@ while True:
         checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
+        log.evaluated(iter_num, time.perf_counter() - t0)
     elif save_interval and iter_num % save_interval == 0:
         checkpointer.save(iter_num)
     if done:
@@ -252,5 +254,5 @@ while True:
         checkpointer.save(iter_num)
         break
 
-finish(iter_num, done, checkpointer, torch_device,
+finish(iter_num, done, checkpointer, log,
        f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True")

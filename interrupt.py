@@ -40,7 +40,7 @@ class StopSignal:
             raise KeyboardInterrupt(resume_hint(self.out_dir))
 
 
-def finish(iter_num, done, checkpointer, device, command):
+def finish(iter_num, done, checkpointer, log, command):
     """
     The last lines of a run; command: what to try next. Exits with an error if the last step could not be saved.
     """
@@ -52,7 +52,8 @@ def finish(iter_num, done, checkpointer, device, command):
         return
     if checkpointer.saved_iter != iter_num:
         fail(f"--out_dir={out_dir}: step {iter_num} could not be saved; {resume_hint(out_dir)}")
-    print(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f}), peak "
-          f"memory {peak_memory_mb(device):,.0f} MiB\ncheckpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; "
-          f"try it: {command}" if done else
+    print(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f}); "
+          f"{log.seconds:,.0f} s of training, {log.eval_seconds:,.0f} s of evaluating and saving; peak memory "
+          f"{peak_memory_mb(log.loader.device):,.0f} MiB\n"
+          f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: {command}" if done else
           f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")

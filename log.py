@@ -17,26 +17,30 @@ FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl"
            "val_bpb": "{:.4f} bits per byte", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "ms": "{:.0f} ms",
            "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
            "sparsity": "sparsity {:.2%}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}",
-           "agreement": "agreement {:.1%}", "shape": "shape {}"}
+           "agreement": "agreement {:.1%}", "shape": "shape {}", "eval_seconds": "evaluated and saved in {:.1f} s"}
 MAX_SKIPPED = 50  # exit after this many skipped steps in a row
+DIVERGED = 1.2  # warn when the loss, averaged over about 100 steps, is this many times its lowest average
 
 
 class Logger:
     """
     log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints the values that FORMATS has, and calls
     the trackers. log.step(...) adds up the numbers of one step; log.train(...) logs the steps since its last call,
-    with the values of `metrics`: functions that return a dict, called on all ranks. Rank 0 writes. Create it after the
-    warm-up: from then on, a compiled graph is a recompile.
+    with the values of `metrics`: functions that return a dict, called on all ranks; log.evaluated(...) the duration of
+    an evaluation. Rank 0 writes. Create it after the warm-up: from then on, a compiled graph is a recompile.
 
     loader: the BatchLoader, which knows the position in the data. flops_per_token of the model, and peak_flops of all
     ranks together, are for MFU.
     """
 
-    def __init__(self, out_dir, max_iters, loader, flops_per_token, peak_flops, metrics, trackers, resuming):
+    def __init__(self, out_dir, max_iters, eval_interval, loader, flops_per_token, peak_flops, metrics, trackers,
+                 resuming):
         self.path, self.max_iters, self.loader = Path(out_dir) / "log.jsonl", max_iters, loader
+        self.eval_interval, self.eval_seconds, self.last_eval_seconds = eval_interval, 0.0, 0.0
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.metrics, self.trackers = metrics, trackers
         self.sums, self.seconds, self.val_losses = Counter(), 0.0, []
+        self.mean_loss, self.lowest_mean, self.diverged = None, math.inf, False
         self.skipped, self.skipped_in_a_row, self.last_skipped = 0, 0, None
         self.recompiles, self.graphs = 0, graphs_compiled()
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
@@ -44,6 +48,7 @@ class Logger:
             text = self.path.read_text(errors="replace") if resuming else ""  # an overwritten run's log is emptied
             found = re.findall(r'"seconds": ([0-9.]+),', text)
             self.seconds = float(found[-1]) if found else 0.0
+            self.eval_seconds = sum(map(float, re.findall(r'"eval_seconds": ([0-9.]+)', text)))
             self.path.write_text(text[:text.rfind("\n") + 1])  # a run that was killed may have left half a line
 
     def step(self, **sums):
@@ -76,14 +81,33 @@ class Logger:
         self.seconds += seconds
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
         train_loss = sums["loss_sum"] / sums["targets"] if sums["targets"] else math.nan
+        if sums["targets"]:
+            self.check_divergence(iter_num, train_loss, steps)
         self(iter_num, train_loss=train_loss, ms=1000 * seconds / steps,
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
-             eta_seconds=(self.max_iters - iter_num) * seconds / steps, wait=wait_seconds / seconds,
+             eta_seconds=(self.max_iters - iter_num) * (seconds / steps + self.last_eval_seconds / self.eval_interval),
+             wait=wait_seconds / seconds,
              epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.loader.device),
              targets=sums["targets"], clipped=sums["clipped"] / steps, skipped=self.skipped,
              recompiles=self.recompiles, seconds=self.seconds, flops=self.flops_per_token * self.loader.tokens,
              **values)
+
+    def check_divergence(self, iter_num, train_loss, steps):
+        """Warns once if the mean of train_loss over about 100 steps has risen far above its lowest value."""
+        before = train_loss if self.mean_loss is None else self.mean_loss
+        self.mean_loss = train_loss + 0.99 ** steps * (before - train_loss)
+        self.lowest_mean = min(self.lowest_mean, self.mean_loss)
+        if self.mean_loss > DIVERGED * self.lowest_mean and not self.diverged:
+            self.diverged = True
+            print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {self.mean_loss:.3f}, "
+                   f"and was {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
+                   f"--spike_loss=3, which rolls back")
+
+    def evaluated(self, iter_num, seconds):
+        """Logs how long an evaluation took, with its checkpoint, sample, tasks and plot; eta_seconds counts it."""
+        self.eval_seconds, self.last_eval_seconds = self.eval_seconds + seconds, seconds
+        self(iter_num, eval_seconds=seconds)
 
     def __call__(self, iter_num, **values):
         if rank() > 0 or not values:

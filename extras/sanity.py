@@ -2,7 +2,9 @@
 --sanity_check=True: looks for what keeps a model from learning, on one micro-batch, and exits.
 
 Checks the first loss against ln(vocabulary), looks for gradients that are missing, not finite or vanishing and for
-dead MLP units, and tries to overfit the micro-batch in 100 steps. Exits with code 0 if all is well, else 1.
+dead MLP units, and tries to overfit the micro-batch in 100 steps. A low loss does not prove that attention works, since
+a token and its position alone say much about the next one. So it also checks each layer's attention: an output must
+depend on earlier positions and on no later one. Exits with code 0 if all is well, else 1.
 """
 import math
 from collections import Counter
@@ -55,6 +57,25 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
         torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+    no_past, future = [], []
+
+    def look_at(i):
+        def hook(attention, inputs, output):
+            x, *others = inputs  # (B, T, C)
+            without_past, without_last = x.clone(), x.clone()
+            without_past[:, :-1], without_last[:, -1] = 0, 0
+            if torch.equal(attention.forward(without_past, *others)[:, -1], output[:, -1]):
+                no_past.append(i)
+            if not torch.allclose(attention.forward(without_last, *others)[:, :-1], output[:, :-1], atol=1e-4):
+                future.append(i)
+        return hook
+
+    for i, block in enumerate(model.transformer.h):
+        block.attn.register_forward_hook(look_at(i))
+    with torch.no_grad():
+        model.hidden_states(batch["idx"])
+    report(not no_past, f"attention ignores all earlier positions in {len(no_past)} layers{no_past or ''}")
+    report(not future, f"attention sees later positions in {len(future)} layers{future or ''}")
     report(loss < 0.5 * first,
            f"overfitting one micro-batch: its loss went from {first:.3f} to {loss:.3f} in {steps} steps")
     raise SystemExit(0 if all(results) else 1)

@@ -105,7 +105,7 @@ def test_the_sanity_check_looks_at_adapters(targets, capsys):
         sanity.check(adapted, {"idx": idx, "targets": idx}, optimizer, torch.autocast("cpu", enabled=False), False, 1)
     output, n = capsys.readouterr().out, len(Adapters(adapted).state_dict())
     assert end.value.code == 0 and f"{n} of {n} parameters get a gradient" in output
-    assert output.count("ok   ") == 3, output
+    assert output.count("ok   ") == 5, output
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import torch
 from checkpoint import has_checkpoint
 from conftest import SFT, TINY, chats, error_line, run
 from extras import sanity
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, attend
 
-CHECKS = ("the first loss", "parameters get a gradient", "dead", "overfitting")
+CHECKS = ("the first loss", "parameters get a gradient", "dead", "earlier positions in 0", "later positions in 0",
+          "overfitting")
 
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "chat_sft.py"])
@@ -64,6 +65,12 @@ def test_what_keeps_a_model_from_learning_is_named(capsys):
     gpt.transformer.wte.weight.data.mul_(100)
     problems, _, _ = check(gpt, capsys)
     assert "the first loss is" in problems[0]
+    for mask, words in ((torch.eye(8), "ignores all earlier positions in 1 layers[0]"),
+                        (torch.ones(8, 8), "sees later positions in 1 layers[0]")):
+        gpt = tiny_gpt()
+        gpt.transformer.h[0].attn.attend = lambda q, k, v, _, dropout, mask=mask: attend(q, k, v, mask.bool(), dropout)
+        problems, _, _ = check(gpt, capsys, steps=100)
+        assert len(problems) == 1 and words in problems[0]  # it overfits all the same
     problems, _, _ = check(tiny_gpt(), capsys, lr=0)
     assert len(problems) == 1 and "PROBLEM overfitting one micro-batch" in problems[0]
 

@@ -349,7 +349,7 @@ def test_ranks_that_do_not_divide_are_refused_with_the_values_that_do(capsys):
 
 def new_logger(shards, out_dir, resuming=False, **metric):
     loader = BatchLoader(TokenDataset(str(shards), "train", 32), 4, 0, 0, 1, CPU)
-    return Logger(out_dir, 9, loader, 1, 1, [lambda: metric], [], resuming)
+    return Logger(out_dir, 9, 3, loader, 1, 1, [lambda: metric], [], resuming)
 
 
 @pytest.mark.parametrize("values, warned", [([3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.2, 2.3], [4, 5]),
@@ -359,6 +359,32 @@ def test_a_loss_that_rises_three_times_in_a_row_is_a_warning(shards, tmp_path, c
     for i, value in enumerate(values):
         log(i, val_loss=value)
         assert ("WARNING" in capsys.readouterr().out) == (i in warned), i
+
+
+def test_a_loss_that_stays_high_is_a_warning_once(shards, tmp_path, capsys):
+    """As in a run whose loss rose from 3.2 to 5.9 in 300 steps. A spike of one step is none, nor is noise."""
+    def losses(values):
+        log = new_logger(shards, tmp_path)
+        for i, value in enumerate(values):
+            log.step(loss_sum=value, targets=1, tokens=1, rows=1, clipped=0, seconds=1)
+            log.train(i)
+        return re.findall("step (.*): the loss rises: .* is (.*), and was (.*);", capsys.readouterr().out)
+
+    falling = [3.2 + 7 * 0.98 ** i for i in range(300)]
+    assert losses([*falling, 30.0, *[3.2 + i % 2 for i in range(200)]]) == []
+    [(step, mean, before)] = losses([*falling, *[3.2 + 2.7 * i / 300 for i in range(300)], *[5.9] * 100])
+    assert 400 < int(step) < 600 and float(mean) > 1.2 * float(before) > 3.8
+
+
+def test_the_duration_of_evaluations_counts_in_the_eta(shards, tmp_path):
+    """9 steps, an evaluation each 3: after 3 steps of a second each, 6 are left and 2 evaluations."""
+    log = new_logger(shards, tmp_path)
+    log.evaluated(0, 10.0)
+    for _ in range(3):
+        log.step(loss_sum=1.0, targets=1, tokens=1, rows=1, clipped=0, seconds=1.0)
+    log.train(3)
+    assert read_log(tmp_path, "eta_seconds")["eta_seconds", 3] == pytest.approx(6 * 1 + 2 * 10)
+    assert new_logger(shards, tmp_path, resuming=True).eval_seconds == 10.0
 
 
 def test_50_skipped_steps_end_the_run_only_in_a_row(shards, tmp_path, capsys):
