@@ -319,6 +319,15 @@ class Block(nn.Module):
 # -----------------------------------------------------------------------------
 # chunked cross entropy
 
+def compute_logits(x, weight):
+    """
+    The scores of all ids: x (..., C), the last hidden states, and weight (V, C) of the head -> logits (..., V) float32.
+    Every loss, score and sample gets its logits here. If you change them (a soft cap, say), LinearCrossEntropy and the
+    loss of extras/distill.py, which compute the gradient by hand, need the derivative of your change.
+    """
+    return (x @ weight.t()).float()
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """
     The summed cross entropy of x @ weight.T against targets, LOSS_CHUNK rows at a time: the full (N, V) logits, most
@@ -336,7 +345,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for i in range(0, x.size(0), LOSS_CHUNK):
             xc, tc = x[i:i + LOSS_CHUNK], targets[i:i + LOSS_CHUNK, None]  # (chunk, C), (chunk, 1)
-            logits = (xc @ weight_x.t()).float()  # (chunk, V)
+            logits = compute_logits(xc, weight_x)  # (chunk, V)
             lse = logits.logsumexp(-1, keepdim=True)
             valid = tc != IGNORE
             # not +=: compiled by torch 2.11, an output that was changed in place has no gradient
@@ -368,7 +377,7 @@ def linear_cross_entropy(x, weight, targets):
         return LinearCrossEntropy.apply(x, weight, targets)
     loss, weight = 0.0, weight.to(x.dtype)
     for xc, tc in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK)):
-        loss = loss + F.cross_entropy((xc @ weight.t()).float(), tc, ignore_index=IGNORE, reduction="sum")
+        loss = loss + F.cross_entropy(compute_logits(xc, weight), tc, ignore_index=IGNORE, reduction="sum")
     return loss
 
 
@@ -444,12 +453,12 @@ class GPT(nn.Module):
         idx: (B, T) int64 token ids, T <= max_seq_len.
         targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32. The
         caller divides by the number of targets of its whole step, over all micro-batches and ranks. Without targets ->
-        logits (B, T, V).
+        logits (B, T, V) float32.
         positions, mask, cache: see hidden_states. loss_inputs: further arguments of loss_fn in training.
         """
         x = self.hidden_states(idx, positions, mask, cache)
         if targets is None:
-            return self.lm_head(x)
+            return compute_logits(x, self.lm_head.weight)
         inputs = x.flatten(0, 1), self.lm_head.weight, targets.flatten()
         return self.loss_fn(*inputs, **loss_inputs) if self.training else linear_cross_entropy(*inputs)
 
