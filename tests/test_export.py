@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import export_hf
 from checkpoint import load_checkpoint, load_model
 from conftest import VARIANTS, new_gpt, run, save_model, tokens
-from model import GPT2MLP, GPTConfig
+from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
 from tokenizer import chat_tokens, get_tokenizer, padded_vocab_size, render_chat
 
@@ -252,7 +252,11 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     gpt.transformer.wpe.weight.data[0, 0] = 1e5
     checkpoint = save_model(tmp_path, gpt)
     export_refused(capsys, "transformer.wpe.weight.*bfloat16", checkpoint, folder, "float16")
-    # a change of model.py: ReLU squared in the MLP
+    # changes of model.py: a soft cap, which small logits do not show, and ReLU squared in the MLP
+    with monkeypatch.context() as patch:
+        patch.setattr("model.compute_logits", lambda x, weight: 30 * torch.tanh(x @ weight.t() / 30))
+        untrained = save_model(tmp_path / "new", GPT(gpt.config))
+        export_refused(capsys, "GPT2LMHeadModel computes other logits", untrained, folder)
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))
     export_refused(capsys, "GPT2LMHeadModel computes other logits", checkpoint, folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
