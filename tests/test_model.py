@@ -12,7 +12,7 @@ import model as model_module
 from conftest import SMALL, VARIANTS, literals, new_gpt, packed, tokens
 from export_hf import to_hf
 from import_hf import config_to_hf
-from model import GPT, GPTConfig, IGNORE, attend, linear_cross_entropy
+from model import GPT, IGNORE, Block, GPTConfig, attend, linear_cross_entropy
 
 
 def transformers_twin(gpt):
@@ -199,6 +199,18 @@ def test_the_gradient_is_that_of_the_loss(loss_inputs, monkeypatch):
     assert torch.autograd.grad(loss(*inputs), inputs)[0][targets == IGNORE].abs().max() == 0
     parts = loss(*inputs, slice(11)) + loss(*inputs, slice(11, None))
     assert parts.item() == pytest.approx(loss(*inputs).item(), rel=1e-5)
+
+
+def test_recompute_runs_each_block_again_in_backward_and_changes_no_gradient(monkeypatch):
+    gpt, idx, calls = new_gpt("llama"), tokens(), []
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda block, *args: calls.append(block) or forward(block, *args))
+    gradients = {}
+    for gpt.recompute in (False, True):
+        gradients[gpt.recompute] = torch.autograd.grad(gpt(idx, idx), [*gpt.parameters()])
+        assert len(calls) == (1 + gpt.recompute) * len(gpt.transformer.h)
+        calls.clear()
+    assert all(map(torch.equal, *gradients.values()))
 
 
 def test_dropout_is_off_in_validation_and_on_in_training():

@@ -116,6 +116,14 @@ def test_with_two_ranks_muon_and_dropout_too(shards, tmp_path):
                                     "--dropout=0.1", f"--data_dir={shards}"], tmp_path, ranks=2)
 
 
+def test_each_step_drops_other_units(tmp_path):
+    """One row of data and a rate of zero: only dropout makes the losses of two steps differ."""
+    data = write_shards(tmp_path / "data", train=33, val=33)
+    run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path}", "--batch_size=1", "--max_iters=3",
+        "--gradient_accumulation_steps=1", "--learning_rate=0", "--min_lr=0", "--dropout=0.5", "--sample_tokens=0")
+    assert len(set(read_log(tmp_path, "train_loss").values())) == 3
+
+
 def test_seconds_flops_and_tokens_go_on_after_a_resume_with_another_batch_size(shards, tmp_path):
     run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--sample_tokens=0", "--max_iters=3")
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=5", "--batch_size=8")
