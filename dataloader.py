@@ -45,12 +45,20 @@ class TokenDataset:
                  f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
                  f"--data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
-        self.tokenizer = get_tokenizer(read_meta(data_dir)["tokenizer"])
+        meta = read_meta(data_dir)
+        self.tokenizer = get_tokenizer(meta["tokenizer"])
         self.vocab_size = padded_vocab_size(self.tokenizer)
-        self.shards = [read_shard(path) for path in paths] or [read_headerless(nanogpt)]
+        checksums = meta.get("checksums", {})  # {name of a shard: checksum}
+        self.shards = ([read_shard(path, checksums.get(os.path.basename(path))) for path in paths]
+                       or [read_headerless(nanogpt)])
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)
+        if "val_tokens" in meta:  # prepare_data.py wrote it, and not its first version
+            recorded = meta["val_tokens"] if split == "val" else meta["tokens"] - meta["val_tokens"]
+            if self.tokens != recorded:
+                fail(f"data_dir={data_dir}: its {split} shards have {self.tokens:,} tokens, but meta.json records "
+                     f"{recorded:,}; restore the shards, or remove the folder and run prepare_data.py again")
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
             fail(f"max_seq_len={max_seq_len}: longer than every {split} shard in {data_dir} (the longest has "

@@ -18,6 +18,7 @@ import glob
 import json
 import os
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -140,16 +141,18 @@ def read_progress(folder, recipe):
         if meta.get(key, value) != value:  # an earlier version wrote fewer keys
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
     for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
-        read_shard(folder / name)
+        read_shard(folder / name, meta.get("checksums", {}).get(name))
     return meta
 
 
 def write_shard(folder, tokens, meta):
     """Write the next training shard, and meta.json. The first tokens of all become the validation shard."""
+    names, shards = [f"train_{meta['train shards']:06d}.bin"], [tokens]
     if meta["train shards"] == 0:
-        val, tokens = np.split(tokens, [meta["val_tokens"]])
-        write_atomically(folder / "val_000000.bin", shard_header(len(val)), val)
-    write_atomically(folder / f"train_{meta['train shards']:06d}.bin", shard_header(len(tokens)), tokens)
+        names, shards = ["val_000000.bin", *names], np.split(tokens, [meta["val_tokens"]])
+    for name, shard in zip(names, shards):
+        write_atomically(folder / name, shard_header(len(shard)), shard)
+        meta.setdefault("checksums", {})[name] = zlib.crc32(shard)
     meta["train shards"] += 1
     write_meta(folder, meta)
 

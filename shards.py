@@ -6,6 +6,7 @@ of llm.c and modded-nanogpt, so their ready-made FineWeb shards train here, and 
 import json
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,23 @@ def shard_header(n_tokens):
     return struct.pack("<3i", MAGIC, VERSION, n_tokens).ljust(HEADER_BYTES, b"\0")
 
 
-def read_shard(path):
-    """The tokens of a shard, memory-mapped: (n,) uint16. Exits with an error if it is not a whole shard."""
+def read_shard(path, checksum=None):
+    """
+    The tokens of a shard, memory-mapped: (n,) uint16. Exits with an error if it is not a whole shard. checksum: the
+    CRC-32 of its tokens, or None. It reads the whole shard, so it is compared only if the shard was written, copied or
+    moved later than meta.json.
+    """
     with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         n = (os.path.getsize(path) - HEADER_BYTES) / 2  # not an integer if the file ends within a token
         if n < 1 or header != [MAGIC, VERSION, n]:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[MAGIC, VERSION, n]}, the last being the number of tokens that it has")
-        return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+        shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+        if checksum and os.stat(path).st_ctime > os.stat(Path(path).with_name("meta.json")).st_ctime:
+            if zlib.crc32(shard) != checksum:
+                raise ValueError("its tokens have changed since they were prepared")
+        return shard
 
 
 def read_headerless(path):

@@ -1,13 +1,19 @@
 """Shards, their rows, and the order of rows: each token is a target once, and a row's number alone says what it is."""
+import json
+import os
+import shutil
+import time
+import zlib
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+import shards
 from conftest import error_line, write_shard
 from dataloader import BatchLoader, TokenDataset, epoch_permutation, sample_indices
-from shards import read_meta
+from shards import read_meta, read_shard
 
 CPU = torch.device("cpu")
 
@@ -53,6 +59,50 @@ def test_an_unfinished_folder_is_refused(tmp_path, refused):
         (tmp_path / name).write_text(content)
         error = refused(read_meta, tmp_path)
         assert f"data_dir={tmp_path}" in error and "interrupted" in error
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A folder of shards that meta.json records. Returns it, and the path of its second training shard."""
+    data_dir = counting_shards(tmp_path / "data", 100, 90, 80)
+    counting_shards(tmp_path / "data", 50, split="val")
+    checksums = {path.name: zlib.crc32(read_shard(path)) for path in (tmp_path / "data").glob("*.bin")}
+    time.sleep(0.02)  # the clock of a file system is coarse
+    (tmp_path / "data" / "meta.json").write_text(json.dumps(
+        {"tokenizer": "bytes", "tokens": 100 + 90 + 80 + 50, "val_tokens": 50, "checksums": checksums}))
+    time.sleep(0.02)
+    return data_dir, tmp_path / "data" / "train_000001.bin"
+
+
+def test_shards_that_are_missing_changed_or_not_recorded_are_refused(recorded, refused, tmp_path):
+    data_dir, path = recorded
+    whole, changed = path.read_bytes(), tmp_path / "changed"
+    changed.write_bytes(whole[:-2] + b"\7\0")
+    os.utime(changed, (0, 0))
+    for change, words in [
+        (path.unlink, "its train shards have 180 tokens, but meta.json records 270"),
+        (lambda: write_shard(path, range(91)), f"{path}: its tokens have changed since they were prepared"),
+        (lambda: write_shard(tmp_path / "data" / "train_000003.bin", range(9)), "have 279 tokens"),
+        (lambda: path.write_bytes(changed.read_bytes()), f"{path}: its tokens have changed"),
+        (lambda: shutil.copy2(changed, path), f"{path}: its tokens have changed"),  # with its times
+    ]:
+        change()
+        assert words in refused(TokenDataset, data_dir, "train", 8)
+        TokenDataset(data_dir, "val", 8)  # which may be there alone
+        path.write_bytes(whole)
+        (tmp_path / "data" / "train_000003.bin").unlink(missing_ok=True)
+        TokenDataset(data_dir, "train", 8)
+
+
+def test_only_shards_newer_than_meta_are_read(recorded, monkeypatch):
+    data_dir, path = recorded
+    read = []
+    monkeypatch.setattr(shards.zlib, "crc32", lambda shard, crc32=zlib.crc32: read.append(len(shard)) or crc32(shard))
+    TokenDataset(data_dir, "train", 8)
+    assert read == []
+    path.write_bytes(path.read_bytes())
+    TokenDataset(data_dir, "train", 8)
+    assert read == [90]
 
 
 def test_published_shards_are_found_and_are_gpt2s(tmp_path):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from unittest import mock
 
@@ -148,6 +149,7 @@ def test_the_shards_hold_the_documents_and_meta_counts_them(sources):
     meta = read_meta(folder)
     assert meta.items() > {"tokenizer": "bytes", "vocab_size": 384, "documents": 401, "documents skipped": 0,
                            "tokens": len(tokens), "bytes": len(tokens) - 401, "exhausted": True}.items()
+    assert meta["checksums"] == {path.name: zlib.crc32(read_shard(path)) for path in folder.glob("*.bin")}
     assert [name for name, _ in meta["source"]["files"]] == ["a.parquet", "b.parquet"]
 
 
@@ -251,11 +253,15 @@ def test_a_larger_max_tokens_adds_shards_and_changes_none(sources):
     for max_tokens in (9000, meta["tokens"]):
         assert "prepared already" in prepare(sources, *args, f"--max_tokens={max_tokens}")
     assert contents(folder) == (meta, before)
+    old = json.loads((folder / "meta.json").read_text())
+    del old["checksums"]  # as an earlier version left it
+    (folder / "meta.json").write_text(json.dumps(old))
     kill_at_rename(2, sources, *args, "--max_tokens=100000")
     for more in ["--max_tokens=100000"], []:
         prepare(sources, *args, *more)
     meta, after = contents(folder)
     assert before.items() < after.items() and all_tokens(folder) == bytes_tokens(DOCUMENTS) and meta["exhausted"]
+    assert meta["checksums"].keys() == {name for name in after.keys() - before.keys() if name.endswith(".bin")}
 
 
 def test_interrupted_by_ctrl_c_it_ends_in_one_line_and_never_imports_torch(tmp_path):
@@ -307,6 +313,10 @@ def test_a_changed_source_is_refused_and_a_damaged_folder(prepared):
         assert "prepared with another" if name == "a.parquet" else name in refusal(folder, *command)
         (folder / name).write_bytes(whole)
     assert "prepared already" in prepare(folder, *command)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[:-2] + b"\7\0")
+    assert "train_000005.bin: its tokens have changed" in refusal(folder, *command)
+    (folder / name).write_bytes(whole)
     path = folder / "undisturbed/meta.json"
     meta = json.loads(path.read_text()) | {"exhausted": False}
     for damaged in ({**meta, "state": {"shard_idx": 0}}, {**meta, "state": 3}, {**meta, "tokens": "3"}, {}, []):
@@ -321,7 +331,7 @@ def test_a_folder_of_the_version_before(prepared, capsys):
     folder, command = prepared
     path = folder / "undisturbed/meta.json"
     meta = json.loads(path.read_text())
-    for key in ("text_column", "val_tokens", "shard_size", "finished", "state"):
+    for key in ("text_column", "val_tokens", "shard_size", "finished", "state", "checksums"):
         del meta[key]
     path.with_name("progress.json").touch()
     path.write_text(json.dumps(meta))
