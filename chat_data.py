@@ -111,7 +111,7 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
 # ---------------------------------------------------------------------------------------------------
 # a source -> its conversations, tokenized once
 
-def tokenize_source(source, changed, tokenizer, max_seq_len, version):
+def tokenize_source(source, digest, tokenizer, max_seq_len, version):
     """
     Yields what is kept of each conversation: inputs and targets as bytes (none if it is skipped), their checksum, a
     note that says why it was truncated or skipped, and where it is. Stops at the first row in an unknown format.
@@ -137,9 +137,12 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     import datasets  # takes a second
     datasets.disable_progress_bars()  # ours names the source
     try:
-        changed = os.path.getmtime(source) if source.endswith(".jsonl") or os.path.exists(source) else None
+        digest = None  # of a hub data set, which the library keeps anyway
+        if source.endswith(".jsonl") or os.path.exists(source):
+            with open(source, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
-            source=source, changed=changed, tokenizer=tokenizer, max_seq_len=max_seq_len, version=VERSION)).data
+            source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len, version=VERSION)).data
         rows.validate(full=True)  # without this a damaged file may crash pyarrow
         for row in progress(rows.to_pylist(), source):
             note, where = row["note"], row["where"]

@@ -2,6 +2,7 @@
 import hashlib
 import json
 import multiprocessing
+import os
 import struct
 import time
 from pathlib import Path
@@ -192,6 +193,10 @@ def test_a_source_is_tokenized_again_when_it_or_max_seq_len_changes(tmp_path, lo
         assert kwargs or (text, train.fingerprint) == (first[2], first[0].fingerprint)
     some_chats(tmp_path, 61)
     assert "61 conversations in" in build("rows", data, data)[2]
+    times = os.stat(data).st_atime_ns, os.stat(data).st_mtime_ns
+    jsonl(data, [turns("q", "another")])
+    os.utime(data, ns=times)  # a copy may keep them
+    assert ", 1 conversations in" in build("rows", data, data)[2]
 
 
 def test_damaged_files_are_refused_and_made_again(tmp_path, capsys):
