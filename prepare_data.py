@@ -64,6 +64,11 @@ def open_source(reader, column, state):
     """A streamed data set with one column. It begins where `state` says, a state_dict() of it, or None: the start."""
     os.environ.setdefault("USE_TORCH", "0")  # otherwise datasets imports torch, which takes seconds
     import datasets  # here, because --help and a refused setting need not wait for it
+    import fsspec
+    import pyarrow
+    # otherwise .zst needs the package zstandard, which reads a truncated file without an error
+    fsspec.compression.register_compression("zstd", lambda file, **_: pyarrow.CompressedInputStream(file, "zstd"),
+                                            "zst", force=True)
     if reader:
         data = datasets.load_dataset(**reader, streaming=True)
     else:

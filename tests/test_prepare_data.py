@@ -1,6 +1,5 @@
 """Text to shards: every token is accounted for, whatever interrupts the work or is wrong with the source."""
 import ast
-import gc
 import gzip
 import io
 import json
@@ -34,7 +33,6 @@ from shards import read_headerless, read_meta, read_shard
 from tokenizer import get_tokenizer
 
 SCRIPT = prepare_data.__file__
-gc.freeze()  # run_script collects garbage, which would take longer than the script if it searched all these modules
 
 
 class Killed(BaseException):
@@ -43,14 +41,20 @@ class Killed(BaseException):
 
 def run_script(folder, *args):
     """Run the script in this process, in `folder`. Returns its exit code and what it printed."""
-    output, code = io.StringIO(), 0
-    with (chdir(folder), redirect_stdout(output), redirect_stderr(output),
+    output, code, locks = io.StringIO(), 0, []
+
+    def new_lock(path):
+        locks.append(FileLock(path))
+        return locks[-1]
+
+    with (chdir(folder), redirect_stdout(output), redirect_stderr(output), mock.patch("filelock.FileLock", new_lock),
           mock.patch("sys.argv", [SCRIPT, *args])):
         try:
             runpy.run_path(SCRIPT, run_name="__main__")
         except (SystemExit, Killed) as stop:
             code = stop.args[0]
-    gc.collect()  # releases the lock, as the end of a process does
+    for lock in locks:
+        lock.release()  # as the end of a process does
     return code, output.getvalue()
 
 
@@ -161,6 +165,19 @@ def test_each_file_is_read_once_and_empty_documents_are_skipped(tmp_path):
     assert all_tokens(tmp_path / "data/files") == bytes_tokens(DOCUMENTS[100:130] + DOCUMENTS[:100])
     n_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl*"))
     assert len(shard_tokens(tmp_path / "data/files", "val")[0]) == n_bytes // 10  # the default
+
+
+def test_zst_needs_no_other_package_and_a_truncated_file_is_refused(tmp_path):
+    for name, parts in ("a.jsonl.zst", [jsonl(DOCUMENTS[:70]), jsonl(DOCUMENTS[70:100])]), ("b.txt.zst", [b"a text"]):
+        with pyarrow.OSFile(f"{tmp_path}/{name}", "wb") as file:
+            for part in parts:  # two frames, as pzstd and cat make them
+                file.write(pyarrow.compress(part, "zstd", asbytes=True))
+    prepare(tmp_path, "--files=a.jsonl.zst", "--tokenizer=bytes", "--val_tokens=10")
+    assert all_tokens(tmp_path / "data/files") == bytes_tokens(DOCUMENTS[:100])
+    prepare(tmp_path, "--files=b.txt.zst", "--tokenizer=bytes", "--val_tokens=3", "--data_dir=text")
+    assert all_tokens(tmp_path / "text") == bytes_tokens(["a text"])
+    (tmp_path / "a.jsonl.zst").write_bytes((tmp_path / "a.jsonl.zst").read_bytes()[:-9])
+    assert "Truncated" in refusal(tmp_path, "--files=a.jsonl.zst", "--tokenizer=bytes", "--data_dir=cut")
 
 
 def test_one_document_is_enough_and_its_tokens_are_gpt2s(tmp_path, gpt2_vocabulary):
