@@ -14,9 +14,11 @@ You can interrupt this script at any time. The same command resumes after the la
 that it would have written without the interruption, with any number of threads. A larger max_tokens adds shards to the
 folder and does not change those in it. Memory holds one shard and a few batches, however large the source is.
 """
+import codecs
 import glob
 import json
 import os
+import re
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +31,15 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import Positive, configure, fail, one_line_errors
+from configurator import Positive, configure, fail, format_error, one_line_errors
 from python_text import python_conversations, python_files
 from shards import read_shard, shard_header
 from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes
 
 # suffix -> arguments of load_dataset; parquet's batch is a row group by default, which may be a whole file
-READERS = {".parquet": {"path": "parquet", "batch_size": 1000}, ".jsonl": {"path": "json"},
-           ".json": {"path": "json"}, ".txt": {"path": "text", "sample_by": "document"}}
+JSON = {"path": "json", "encoding": "json_with_half_pairs"}
+READERS = {".parquet": {"path": "parquet", "batch_size": 1000}, ".jsonl": JSON, ".json": JSON,
+           ".txt": {"path": "text", "sample_by": "document"}}
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -60,6 +63,19 @@ def find_source(files, dataset, dataset_config, dataset_split):
             {"path": dataset, "name": name, "split": dataset_split})
 
 
+def decode_json(data, errors="strict"):
+    """UTF-8 -> (text, length). Escapes of half a surrogate pair, which pyarrow refuses, become those of U+FFFD."""
+    text = str(data, "utf-8")
+    if r"\ud" in text.lower():  # what follows would halve the speed of reading
+        escapes = r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)"  # a backslash, a pair, half a pair
+        text = re.sub(escapes, lambda match: r"\ufffd" if match[1] else match[0], text)
+    return text, len(data)
+
+
+codecs.register({JSON["encoding"]: codecs.CodecInfo(
+    None, decode_json, incrementaldecoder=codecs.getincrementaldecoder("utf-8"))}.get)
+
+
 def open_source(reader, column, state):
     """A streamed data set with one column. It begins where `state` says, a state_dict() of it, or None: the start."""
     os.environ.setdefault("USE_TORCH", "0")  # otherwise datasets imports torch, which takes seconds
@@ -77,6 +93,20 @@ def open_source(reader, column, state):
     if state:
         data.load_state_dict(state)
     return data
+
+
+def read_batches(source, reader, column, state):
+    """Yields 64 documents and the state of the source after them. An error names the file at fault."""
+    data = None
+    try:
+        data = open_source(reader, column, state)
+        for batch in data.iter(batch_size=64):
+            yield batch[column], data.state_dict()
+    except Exception as error:
+        if "files" not in source:
+            raise
+        i = data.state_dict()["examples_iterable"]["examples_iterable"]["shard_idx"] if data else 0
+        raise ValueError(f"{source['files'][i][0]}: {format_error(error)}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -102,14 +132,13 @@ def tokenize(tokenizer, documents):
                     "bytes": int(token_bytes(tokenizer)[tokens].sum())}
 
 
-def tokenize_batches(data, column, tokenizer, num_threads):
+def tokenize_batches(batches, tokenizer, num_threads):
     """
-    Yields (tokens, counts, state) for 64 documents at a time, in their order: what tokenize returns, and the state of
-    the data set after them. At most 4 * num_threads batches are in memory.
+    Yields (tokens, counts, state) for each batch of read_batches, in their order: what tokenize returns, and the state.
+    At most 4 * num_threads batches are in memory.
     """
     with ThreadPoolExecutor(num_threads) as pool:
-        jobs = ((pool.submit(tokenize, tokenizer, batch[column]), data.state_dict())
-                for batch in data.iter(batch_size=64))
+        jobs = ((pool.submit(tokenize, tokenizer, documents), state) for documents, state in batches)
         pending = [*islice(jobs, 4 * num_threads)]
         while pending:
             job, state = pending.pop(0)
@@ -225,13 +254,14 @@ if __name__ == "__main__":
         fail(f"--data_dir={folder}: an earlier version of prepare_data.py wrote these shards, and this one cannot add "
              "to them; train on them as they are, or give another --data_dir")
     else:
-        with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "complete shards stay, and the "
-                             "same command resumes after them", (Exception, KeyboardInterrupt)):
+        with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "the same command resumes "
+                             "after the complete shards, unless a file must be mended or left out: then give another "
+                             "--data_dir", (Exception, KeyboardInterrupt)):
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
-            data = open_source(reader, text_column, meta["state"])
-            write_shards(folder, tokenize_batches(data, text_column, encoding, num_threads), max_tokens, meta)
+            batches = read_batches(source, reader, text_column, meta["state"])
+            write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:

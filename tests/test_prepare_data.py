@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import prepare_data
 import python_text
-from prepare_data import find_source, open_source, tokenize, tokenize_batches
+from prepare_data import find_source, read_batches, tokenize, tokenize_batches
 from shards import read_headerless, read_meta, read_shard
 from tokenizer import get_tokenizer
 
@@ -180,6 +180,17 @@ def test_zst_needs_no_other_package_and_a_truncated_file_is_refused(tmp_path):
     assert "Truncated" in refusal(tmp_path, "--files=a.jsonl.zst", "--tokenizer=bytes", "--data_dir=cut")
 
 
+def test_half_a_surrogate_pair_in_json_becomes_the_replacement_character(tmp_path):
+    texts = ["a\ud83d b", "\udc00", "\ud83d\ude00", "\ude00\ud83d", "\ud83d\ud83d\ude00", r"\ud83d, \\ud83d", "\n\"é"]
+    lines = jsonl(texts)
+    assert rb"a\ud83d b" in lines
+    (tmp_path / "a.jsonl").write_bytes(lines + lines.replace(rb"\ud", rb"\uD"))
+    prepare(tmp_path, "--files=a.jsonl", "--tokenizer=bytes", "--val_tokens=10")
+    whole = ["a\ufffd b", "\ufffd", "\U0001f600", "\ufffd\ufffd", "\ufffd\U0001f600"]
+    assert all_tokens(tmp_path / "data/files") == bytes_tokens(
+        [*whole, *texts[5:], *whole, *[text.replace("ud83d", "uD83d") for text in texts[5:]]])
+
+
 def test_one_document_is_enough_and_its_tokens_are_gpt2s(tmp_path, gpt2_vocabulary):
     text = "A sentence of <|endoftext|> English.\n\nAnd its    next, isn't it?\n" * 20
     (tmp_path / "a.txt").write_text(text)
@@ -228,8 +239,8 @@ def test_what_tiktoken_refuses_is_skipped(gpt2_vocabulary):
 @pytest.mark.parametrize("files, n", [("*.parquet", 401), ("a.jsonl,b.jsonl.gz", 401), ("texts[[]1]/*.txt", 150)])
 def test_any_batch_is_a_place_to_resume(sources, files, n):
     def read(state):
-        data = open_source(find_source(files, None, None, None)[1], "text", json.loads(json.dumps(state)))
-        batches = [*tokenize_batches(data, "text", get_tokenizer("bytes"), 3)]
+        batches = read_batches(*find_source(files, None, None, None), "text", json.loads(json.dumps(state)))
+        batches = [*tokenize_batches(batches, get_tokenizer("bytes"), 3)]
         return [tokens.tolist() for tokens, _, _ in batches], [state for _, _, state in batches]
 
     with chdir(sources):
@@ -294,7 +305,7 @@ def test_interrupted_by_ctrl_c_it_ends_in_one_line_and_never_imports_torch(tmp_p
     assert "Traceback (most recent call last):" not in lines
     assert {"datasets", "torch"} & {line.split("|")[-1].strip() for line in lines} == {"datasets"}
     [error] = [line for line in lines if line.startswith("error: ")]
-    assert "complete shards stay, and the same command resumes after them" in error
+    assert "the same command resumes after the complete shards" in error
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -417,13 +428,26 @@ def test_an_unreadable_file_is_named(tmp_path):
     assert not list((tmp_path / "data/files").glob("*.bin"))
 
 
+@pytest.mark.parametrize("name, spoil", [
+    ("txt", lambda whole: whole + b"\xff"), ("jsonl", lambda whole: whole + b'{"text": "b\n{"text": "c"}\n'),
+    ("jsonl.gz", lambda whole: whole[:-20])])
+def test_of_several_files_the_damaged_one_is_named(tmp_path, name, spoil):
+    whole = b"text" * 9 if name == "txt" else jsonl(DOCUMENTS[:70])
+    for letter in "abc":
+        content = gzip.compress(whole) if name.endswith("gz") else whole
+        (tmp_path / f"{letter}.{name}").write_bytes(spoil(content) if letter == "b" else content)
+    line = refusal(tmp_path, f"--files=*.{name}", "--tokenizer=bytes", "--val_tokens=1")
+    assert f"--files=*.{name}" in line and f" b.{name}: " in line
+
+
 def test_a_damaged_parquet_file_stops_the_run_and_once_repaired_it_resumes(prepared):
     folder, command = prepared
     whole = (folder / "b.parquet").read_bytes()
     half = len(whole) // 2
     (folder / "b.parquet").write_bytes(whole[:half] + b"\x55" * 300 + whole[half + 300:])
     line = refusal(folder, *command, "--data_dir=out")
-    assert "--files=*.parquet" in line and "complete shards stay" in line
+    assert "--files=*.parquet" in line and ": b.parquet: " in line
+    assert "unless a file must be mended or left out: then give another --data_dir" in line
     (folder / "b.parquet").write_bytes(whole)
     assert "after 0 tokens" not in prepare(folder, *command, "--data_dir=out")
     assert contents(folder / "out") == contents(folder / "undisturbed")
@@ -435,7 +459,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     for name in ("a.parquet", "a.jsonl"):
         command = [f"--files={name}", f"--data_dir={name}.out", "--tokenizer=bytes", "--val_tokens=10"]
         line = refusal(tmp_path, *command)
-        assert "--text_column=text" in line and "'id', 'body'" in line
+        assert "--text_column=text" in line and f" {name}: " in line and "'id', 'body'" in line
         prepare(tmp_path, *command, "--text_column=body")  # into the same folder: nothing had been written there
         assert len(all_tokens(tmp_path / f"{name}.out")) == 110
 
