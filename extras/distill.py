@@ -134,15 +134,28 @@ class Distillation(nn.Module):
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
         if k:
-            n_rows += loader.world_size * loader.batch_size  # a batch is read ahead
+            two_batches = 2 * loader.world_size * loader.batch_size  # one is trained on, the next one is read ahead
+            global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
+            n_rows += two_batches
             if checkpoint:  # steps that were rolled back have read rows, too
-                global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
                 n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
             key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
-            path = f"{cache_dir}/teacher-{key[:16]}.cache"
-            rows = np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows])
-            TeacherCache(path, data, k).fill(rows, teacher_forward, loader)
-            loader.sources.append(TeacherCache(path, data, k))  # opened again: other machines may have written to it
+            cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k)
+
+            def label(n_rows, teacher_forward):
+                self.n_rows = n_rows
+                cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
+
+            def label_more(batch):
+                """A transform. A rollback makes the run read more rows than planned, by at most eval_interval steps."""
+                if min(loader.rows_seen + two_batches, len(data)) > self.n_rows:
+                    label(self.n_rows + config["eval_interval"] * global_batch_size,
+                          load_teacher(loader, config, dtype, None)[0])
+                return {}
+
+            label(n_rows, teacher_forward)
+            loader.sources.append(cache)
+            loader.transforms.append(label_more)
         else:
             loader.transforms.append(teacher_forward)
         if self.learn_temperature:  # a checkpoint has it in its entry "teacher" and not among the model's weights
@@ -238,8 +251,8 @@ class TeacherCache:
     def __getitem__(self, indices):
         rows = self.rows[indices]
         if not rows[:, -1, -1].all():
-            fail(f"{self.rows.filename}: a row is missing, as a run that was rolled back needs more than planned; "
-                 f"--init_from=resume adds it", alone=True)
+            fail(f"{self.rows.filename}: a row is missing; all machines must share its folder; "
+                 f"--init_from=resume labels the row", alone=True)
         return {"teacher": rows}
 
     def fill(self, indices, teacher_forward, loader):
@@ -262,3 +275,4 @@ class TeacherCache:
                 self.rows[i] = encode_top_k(log_probs, self.k).cpu().numpy()
         self.rows.flush()
         all_reduce(torch.zeros((), device=loader.device))  # wait until all have written
+        self.rows = np.memmap(path, "<i2", "r+", shape=self.rows.shape)  # again: other machines may have written to it

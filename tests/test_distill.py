@@ -119,7 +119,7 @@ def distill_into(shards, tmp_path):
                    tmp_path / "t.pt")
         config = {"teacher": f"{tmp_path}/t.pt", "teacher_weight": 0.7, "teacher_temperature": 2.0, "fsdp": False,
                   "learn_temperature": False, "shard_teacher": False, "teacher_cache": 0, "batch_size": 2,
-                  "gradient_accumulation_steps": 2, **settings}
+                  "gradient_accumulation_steps": 2, "eval_interval": 1, **settings}
         loader = BatchLoader(TokenDataset(str(shards), "train", max_seq_len), 2, 1337, 0, 1, torch.device("cpu"))
         return gpt, loader, teacher, Distillation(gpt, loader, n_rows, tmp_path, config, dtype, None, checkpoint)
     return new
@@ -151,6 +151,13 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     assert distillation.state_dict()["log_temperature"] == 1.5
 
 
+def check_batch(loader, teacher):
+    """The next batch comes with what the teacher says of it."""
+    batch = next(loader)
+    log_probs = teacher(batch["idx"]).log_softmax(-1)
+    assert same([*batch["teacher"]], [encode_top_k(row, 5) for row in log_probs])
+
+
 @pytest.mark.parametrize("cache", [0, 5])
 def test_half_precision_is_near(distill_into, cache):
     losses = []
@@ -167,15 +174,26 @@ def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys):
         return capsys.readouterr().out.split(" rows")[0].split("labelling ")[1], *made
 
     text, _, loader, teacher, distillation = labelled(8)
-    assert text == "10 of 10"  # and a batch that is read ahead
-    for _ in range(4):  # with the fifth read ahead
-        batch = next(loader)
-        log_probs = teacher(batch["idx"]).log_softmax(-1)
-        assert same([*batch["teacher"]], [encode_top_k(row, 5) for row in log_probs])
+    assert text == "12 of 12"  # and two batches
+    for _ in range(5):  # with the sixth read ahead
+        check_batch(loader, teacher)
+    assert not capsys.readouterr().out
     checkpoint = {"teacher": distillation.state_dict(), "path": "out/ckpt.pt", "iter_num": 1, "rows_seen": 4}
-    assert labelled(8, checkpoint=checkpoint)[0] == "0 of 10"
-    assert labelled(12, checkpoint={**checkpoint, "rows_seen": 8})[0] == "8 of 18"  # its first step was rolled back
-    assert labelled(8, seed=1)[0] == "10 of 10"  # another teacher has another cache
+    assert labelled(8, checkpoint=checkpoint)[0] == "0 of 12"
+    assert labelled(12, checkpoint={**checkpoint, "rows_seen": 8})[0] == "8 of 20"  # its first step was rolled back
+    assert labelled(8, seed=1)[0] == "12 of 12"  # another teacher has another cache
+
+
+def test_a_run_that_was_rolled_back_labels_the_rows_that_it_needs_besides(distill_into, capsys):
+    _, loader, teacher, _ = distill_into(n_rows=8, teacher_cache=5)
+    for _ in range(5):
+        check_batch(loader, teacher)
+    assert "labelling 12 of 12 rows" in capsys.readouterr().out
+    for rows in (16, 20, 24):  # a step of two batches at a time
+        check_batch(loader, teacher)
+        assert f"labelling 4 of {rows} rows" in capsys.readouterr().out
+        check_batch(loader, teacher)
+        assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -282,7 +300,7 @@ def runs(teacher, shards, tmp_path_factory):
     args = [*TINY, "--n_layer=1", "--max_iters=6", "--lr_decay_iters=6", "--eval_interval=2", "--sample_tokens=0",
             f"--data_dir={shards}", f"--teacher={teacher}", "--learn_temperature=True", "--teacher_temperature=2"]
     assert "Warning" not in train(args, folder / "live")
-    assert "labelling 52 of 52 rows" in train(args, folder / "cached", "--teacher_cache=383")
+    assert "labelling 56 of 56 rows" in train(args, folder / "cached", "--teacher_cache=383")
     return args, folder
 
 
@@ -324,7 +342,7 @@ def test_two_ranks_compiled_train_the_model_of_one(runs, tmp_path):
 def test_two_ranks_share_the_labelling(runs, shards, tmp_path):
     shutil.copytree(shards, tmp_path / "data", ignore=shutil.ignore_patterns("teacher-*"))
     output = train(runs[0], tmp_path / "two", f"--data_dir={tmp_path}/data", "--teacher_cache=383", ranks=2)
-    assert "labelling 56 of 56 rows" in output
+    assert "labelling 64 of 64 rows" in output
     check_close(runs[1] / "cached", tmp_path / "two", abs=1e-5)
 
 
@@ -338,7 +356,7 @@ def test_chat_rows_are_taught_packed(teacher, trained, tmp_path):
     run("chat_sft.py", *args, f"--out_dir={tmp_path}/cached", "--teacher_cache=383", "--max_iters=2")
     output = run("chat_sft.py", "--init_from=resume", f"--out_dir={tmp_path}/cached", "--max_iters=4",
                  f"--chat_dir={tmp_path}/rows")
-    assert "labelling 8 of 18 rows" in output  # of two steps more
+    assert "labelling 8 of 20 rows" in output  # of two steps more
     check_close(tmp_path / "live", tmp_path / "cached", n=23, rel=2e-3)
 
 
