@@ -21,7 +21,7 @@ between two choices that are nearly tied.
 import json
 import math
 import re
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
@@ -67,7 +67,9 @@ def final_number(text):
     """
     numbers = NUMBER.findall(text.partition("####")[2]) or NUMBER.findall(text)[::-1]
     if numbers:
-        return f"{Decimal(re.sub('[$,]', '', numbers[0])).normalize() + 0:f}"  # + 0: not -0
+        number = re.sub("[$,]", "", numbers[0])
+        with localcontext(prec=len(number)):  # otherwise 28 digits
+            return f"{Decimal(number).normalize() + 0:f}"  # + 0: not -0
 
 
 def clean(text):
@@ -104,6 +106,8 @@ def tokenize_row(task, row, tokenizer, stage):
     characters = [max(len(choice), 1) for choice in choices]
     if stage == "chat" and task in ("mmlu", "gsm8k"):
         if choices:
+            if len(choices) > 26:
+                raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
             lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
             choices, characters = ascii_uppercase[:len(choices)], []
@@ -263,7 +267,7 @@ def task_hook(model, tokenizer, autocast, stage, config):
     which scores 64 examples of each task, evenly spaced, or all of them when the run is done. All ranks must call it.
     """
     tasks = {task: load_examples(task, tokenizer, stage, config["task_dir"])
-             for task in re.findall(r"\w+", config["eval_tasks"])}
+             for task in config["eval_tasks"].replace(" ", "").split(",")}
 
     def hook(iter_num, done):
         values = {}
@@ -308,7 +312,7 @@ if __name__ == "__main__":
     print0(describe_model(meta))
     print0(f"reading {tasks or 'no task'} ...")
     examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
-                for task in re.findall(r"\w+", tasks)}
+                for task in (tasks.replace(" ", "").split(",") if tasks else [])}
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))

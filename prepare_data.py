@@ -5,6 +5,8 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
     python prepare_data.py --files='dir/*.parquet' --data_dir=data/mine  # or .jsonl, .json, .txt, also .gz or .zst
     python prepare_data.py --dataset=python                              # the standard library, nothing to download
 
+A .txt file is one document in UTF-8. CRLF line ends become LF, and a byte order mark stays, as the character U+FEFF.
+
 All documents form one stream of tokens, with <|endoftext|> before each document. Exactly the first val_tokens of it
 are for validation, in one shard. The rest is cut into training shards. Each one ends where a batch of 64 documents
 ends, so it has at least shard_size tokens, and the work stops with the batch that reaches max_tokens. The last lines

@@ -197,6 +197,16 @@ def test_chat_models_answer_mmlu_by_letter(tmp_path):
         "mmlu          acc 0.4, acc_stderr 0.2449, chance 0.25, n 5, truncated 0"
 
 
+def test_letters_are_enough_for_26_choices(tmp_path, capsys):
+    choices = [f"choice {i}" for i in range(27)]
+    write_task(tmp_path, "mmlu", [mmlu("q", choices[:26], 25), mmlu("q", choices, 25)])
+    [example] = load_examples("mmlu", BYTES, "chat", tmp_path, max_examples=1)
+    assert "\nZ. choice 25\n" in BYTES.decode(example["context"][2:-2]) and len(example["choices"]) == 26
+    line = error_line(capsys, load_examples, "mmlu", BYTES, "chat", tmp_path)
+    assert "mmlu/test.jsonl, line 2: 27 choices" in line
+    assert len(load_examples("mmlu", BYTES, "base", tmp_path)[1]["choices"]) == 27  # as texts
+
+
 def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     write_task(tmp_path, "arc_easy", random_arc(10))
     for _ in range(2):
@@ -214,7 +224,8 @@ def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     ("3 #### so 4, then 5\n#### 6", "4"), ("2 + 2 = 4.", "4"), ("first 10, then 20 eggs", "20"),
     ("it is $1,234.50.", "1234.5"), ("7-4", "4"), ("7 - -4", "-4"), ("a debt of -$5", "-5"), ("$-5", "-5"),
     ("-0.0", "0"), ("0.50", "0.5"), ("$.50", "0.5"), ("wait...5", "5"), ("1,2,3", "3"), ("12,3456", "3456"),
-    ("9 #### none", "9"), ("100", "100"), ("3/4", "4"), ("50%", "50"),
+    ("9 #### none", "9"), ("#### " + "12345" * 9, "12345" * 9), ("0." + "012345" * 9, "0." + "012345" * 9),
+    ("1" + "0" * 40, "1" + "0" * 40), ("100", "100"), ("3/4", "4"), ("50%", "50"),
     ("no number", None), ("", None), ("####", None)])
 def test_the_final_number(text, number):
     assert final_number(text) == number
@@ -349,7 +360,8 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     assert task_hook(broken_model(), BYTES, autocast, "base", config)(7, False) == {}
     assert capsys.readouterr().out.startswith("step 7: arc_easy: no score: the model's logits are not finite")
     # mistakes are found before training
-    error_line(capsys, task_hook, model, BYTES, autocast, "base", {**config, "eval_tasks": "helaswag"})
+    for mistake in "helaswag", ",", "mmlu,":
+        error_line(capsys, task_hook, model, BYTES, autocast, "base", {**config, "eval_tasks": mistake})
 
 
 # -----------------------------------------------------------------------------
@@ -387,6 +399,7 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
 def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabulary):
     given = ["evaluate.py", f"--checkpoint={checkpoint}", "--device=cpu"]
     assert "nothing to score" in refused(*given, "--tasks=")
+    assert "error: task '', --task_dir=None: KeyError" in refused(*given, "--tasks=,")
     (tmp_path / "there.json").write_text("kept")
     for output in (f"{tmp_path}/no/results.json", f"{tmp_path}/there.json"):
         assert output in refused(*given, "--tasks=mmlu", f"--task_dir={tasks}", f"--output={output}")

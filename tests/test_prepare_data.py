@@ -180,6 +180,12 @@ def test_zst_needs_no_other_package_and_a_truncated_file_is_refused(tmp_path):
     assert "Truncated" in refusal(tmp_path, "--files=a.jsonl.zst", "--tokenizer=bytes", "--data_dir=cut")
 
 
+def test_a_txt_file_keeps_its_byte_order_mark_but_not_its_carriage_returns(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffa\r\nb\rc\n".encode())
+    prepare(tmp_path, "--files=a.txt", "--tokenizer=bytes", "--val_tokens=3")
+    assert all_tokens(tmp_path / "data/files") == bytes_tokens(["\ufeffa\nb\nc\n"])
+
+
 def test_half_a_surrogate_pair_in_json_becomes_the_replacement_character(tmp_path):
     texts = ["a\ud83d b", "\udc00", "\ud83d\ude00", "\ude00\ud83d", "\ud83d\ud83d\ude00", r"\ud83d, \\ud83d", "\n\"é"]
     lines = jsonl(texts)
