@@ -225,6 +225,8 @@ if __name__ == "__main__":
     shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens of a training shard, 2 bytes each
     num_threads: Positive = count_cpus()  # that tokenize; the default is one per CPU that this process may use
     _, overrides = configure(globals())
+    if sys.stdout:  # not closed
+        sys.stdout.reconfigure(errors="replace")  # names that cannot be encoded
 
     # what to read, and what all runs in a folder must agree on
     source_flag = f"--dataset={dataset}" if files is None else f"--files={files}"

@@ -186,7 +186,7 @@ if __name__ == "__main__":
     _, _, torch_device = init_process(device)
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     model, loaded = load_model(checkpoint, torch_device)
-    print(describe_model(loaded))
+    print(sanitize(describe_model(loaded)))
     tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
     limits = generation_limits(tokenizer, chat)
     if compile:
@@ -196,7 +196,7 @@ if __name__ == "__main__":
 
     def write(beginning, ids, i):
         """Prints `beginning` and, while it is generated, the text after ids, with seed + i. Returns that text."""
-        print(beginning, end="", flush=True)
+        print(sanitize(beginning), end="", flush=True)
         if seed is not None:
             torch.manual_seed(seed + i)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens

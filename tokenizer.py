@@ -92,5 +92,5 @@ def decode_chat(tokenizer, ids):
 
 
 def sanitize(text):
-    """Model output without the control characters that would upset a terminal."""
+    """Text from a model or a file without the control characters that would upset a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,6 +1,8 @@
 """Scores: exact where likelihoods are known, equal to a plain formula elsewhere; bad input ends in one line."""
 import json
 import math
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -394,6 +396,17 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
     loss, bits_per_byte = validation_loss(random_model(max_seq_len=32).eval(), rows, 9, 1, torch.device("cpu"), 0, 1)
     expected = f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits_per_byte:.4f} bits per byte, over 9 of"
     assert expected in outputs[0] and expected in outputs[1]
+
+
+def test_names_that_are_not_utf8_and_an_escape_sequence(tasks, shards, tmp_path):
+    """A folder may have any bytes as its name; those, and what ASCII lacks, are replaced where they are printed."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    shutil.copytree(tasks, folder / "tasks")
+    shutil.copytree(shards, folder / "data", ignore=shutil.ignore_patterns("teacher-*"))
+    checkpoint = save_model(tmp_path / "\u00e9", random_model(max_seq_len=32), stage="base\x1b[2J")
+    output = run("evaluate.py", f"--checkpoint={checkpoint}", "--device=cpu", "--tasks=arc_easy", "--eval_iters=1",
+                 f"--task_dir={folder}/tasks", f"--data_dir={folder}/data", env={"PYTHONIOENCODING": "ascii"})
+    assert "?/ckpt.pt: base?[2J model" in output and "?/data\narc_easy" in output
 
 
 def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabulary):

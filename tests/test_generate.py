@@ -285,6 +285,13 @@ def test_it_completes_a_prompt_and_says_what_it_forgets(completed):
         assert forgotten != ("<|endoftext|>" in text)
 
 
+def test_no_escape_sequence_of_a_prompt_or_a_checkpoint_reaches_the_terminal(tmp_path):
+    (tmp_path / "prompt.txt").write_text("red \x1b[31m")
+    checkpoint = save_model(tmp_path, new_gpt("llama"), stage="base\x1b[2J")
+    output = sample(checkpoint, f"--prompt=FILE:{tmp_path}/prompt.txt", "--max_new_tokens=1")
+    assert "base\ufffd[2J model" in output and "\nred \ufffd[31m" in output and "\x1b" not in output
+
+
 @pytest.mark.slow
 def test_it_completes_a_prompt_compiled(completed):
     output, args = completed

@@ -39,9 +39,9 @@ class Killed(BaseException):
     """Like SIGKILL, the script does not handle it."""
 
 
-def run_script(folder, *args):
-    """Run the script in this process, in `folder`. Returns its exit code and what it printed."""
-    output, code, locks = io.StringIO(), 0, []
+def run_script(folder, *args, encoding="utf-8"):
+    """Run the script in this process, in `folder`. Returns its exit code and what it printed, in this encoding."""
+    output, code, locks = io.TextIOWrapper(io.BytesIO(), encoding, newline=""), 0, []
 
     def new_lock(path):
         locks.append(FileLock(path))
@@ -55,7 +55,8 @@ def run_script(folder, *args):
             code = stop.args[0]
     for lock in locks:
         lock.release()  # as the end of a process does
-    return code, output.getvalue()
+    output.seek(0)
+    return code, output.read()
 
 
 def prepare(folder, *args):
@@ -223,6 +224,18 @@ def test_the_standard_library_is_a_source(tmp_path, monkeypatch):
     assert chats.read_text() == '{"messages": []}\n' * 3
     chats.write_text("edited")
     assert "prepared already" in prepare(tmp_path, *command) and chats.read_text() == "edited"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_the_terminal_cannot_show(tmp_path, encoding):
+    """Any bytes may be the name of a folder or file."""
+    name = os.fsdecode("\u00e9\u3042".encode() + b"\xff")
+    (tmp_path / f"{name}.txt").write_text("text " * 9)
+    code, output = run_script(tmp_path, f"--files={name}.txt", f"--data_dir={name}", "--tokenizer=bytes",
+                              "--val_tokens=9", encoding=encoding)
+    shown = {"ascii": "???", "utf-8": "\u00e9\u3042?"}[encoding]
+    assert code == 0 and f"opening {shown}.txt" in output and f"--data_dir={shown}\n" in output
+    assert all_tokens(tmp_path / name) == bytes_tokens(["text " * 9])
 
 
 @given(st.lists(st.text() | st.sampled_from([None, 3, b"bytes", ["a list"]])))
