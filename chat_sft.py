@@ -122,6 +122,8 @@ checkpoint, resuming = load_init_from(config, overrides, "chat")
 if "epochs" in overrides:
     config["max_iters"] = None
 globals().update(config)  # the settings of the model to start from, or on resume those of the checkpoint
+if not print_batch:
+    check_out_dir(config, resuming)
 rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)
@@ -129,8 +131,6 @@ scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
 micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
-if not print_batch:
-    check_out_dir(config, resuming)
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
 train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
 loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
@@ -141,8 +141,8 @@ if print_batch:
     raise SystemExit(0)
 
 earlier = checkpoint["config"]
-earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else global_batch_size
-if max_iters is None and global_batch_size != earlier_rows:
+earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else None
+if resuming and max_iters is None and global_batch_size != earlier_rows:
     fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
          f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
 num_iters = math.ceil(epochs * len(train_rows) / global_batch_size) if max_iters is None else max_iters
@@ -239,6 +239,7 @@ while True:
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / n_targets, grad_norm):
         iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
+        loss_sum = math.nan  # taken back, so it does not count in the mean loss
     else:
         scaler.step(opt)
         iter_num += 1

@@ -38,6 +38,7 @@ from checkpoint import check_tokenizer, describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
 from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
+from model import compute_logits
 from sample import generate, generation_limits
 from tokenizer import chat_tokens, get_tokenizer, render_chat, sanitize
 
@@ -182,7 +183,7 @@ def log_likelihoods(model, batch):
     hidden = model.hidden_states(idx.to(device))  # (B, T, C)
     keys, x, targets = zip(*[(key, x[:len(ids)][-len(choice):], choice)
                              for x, (ids, choices) in zip(hidden, batch) for key, choice in choices.items()])
-    logits = model.lm_head(torch.cat(x)).float()  # (N, V), of the positions that predict a choice
+    logits = compute_logits(torch.cat(x), model.lm_head.weight)  # (N, V), of the positions that predict a choice
     losses = F.cross_entropy(logits, torch.cat(targets).to(device), reduction="none").cpu().double()  # (N,)
     if not losses.isfinite().all():
         raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")

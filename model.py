@@ -321,9 +321,9 @@ class Block(nn.Module):
 
 def compute_logits(x, weight):
     """
-    The scores of all ids: x (..., C), the last hidden states, and weight (V, C) of the head -> logits (..., V) float32.
-    Every loss, score and sample gets its logits here. If you change them (a soft cap, say), LinearCrossEntropy and the
-    loss of extras/distill.py, which compute the gradient by hand, need the derivative of your change.
+    The last hidden states x (..., C) and the head's weight (V, C) -> logits (..., V) float32. Every loss, score and
+    sample gets its logits here. If you change them (with a soft cap, say), LinearCrossEntropy and the loss in
+    extras/distill.py need the derivative of your change, because they compute their gradients by hand.
     """
     return (x @ weight.t()).float()
 

@@ -136,8 +136,8 @@ def tokenize(tokenizer, documents):
 
 def tokenize_batches(batches, tokenizer, num_threads):
     """
-    Yields (tokens, counts, state) for each batch of read_batches, in their order: what tokenize returns, and the state.
-    At most 4 * num_threads batches are in memory.
+    Yields (tokens, counts, state) for each batch of read_batches, in order: what tokenize returns, and the state. At
+    most 4 * num_threads batches are in memory.
     """
     with ThreadPoolExecutor(num_threads) as pool:
         jobs = ((pool.submit(tokenize, tokenizer, documents), state) for documents, state in batches)

@@ -131,11 +131,12 @@ tokenizer = train_data.tokenizer
 loader = BatchLoader(train_data, batch_size, seed, rank, world_size, torch_device)
 
 torch.manual_seed(seed)  # the same weights on every rank
-model_args = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
-model_args["vocab_size"] = train_data.vocab_size
 if checkpoint:
     check_tokenizer(f"--data_dir={data_dir}", tokenizer, checkpoint)
     model_args = {**checkpoint["model_args"], "dropout": dropout}
+else:
+    model_args = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
+    model_args["vocab_size"] = train_data.vocab_size
 with one_line_errors(errors=ValueError):
     orig_model = GPT(GPTConfig(**model_args))
 if checkpoint and not resuming:
@@ -228,6 +229,7 @@ while True:
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / tokens_per_step, grad_norm):
         iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
+        loss_sum = math.nan  # taken back, so it does not count in the mean loss
     else:
         scaler.step(opt)
         iter_num += 1

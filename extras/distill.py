@@ -16,7 +16,7 @@ from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
-from model import IGNORE, LOSS_CHUNK, linear_cross_entropy
+from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 
 
 # -----------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def live_teacher(s, lse_T, u, hidden, head):
     ran: hidden (chunk, C_t), head (V, C_t). Returns t, s, p and log p - log q (chunk, V), for sums; p of each id
     (chunk, V), for the gradient; and the teacher's likeliest id (chunk, 1).
     """
-    t = (hidden @ head.t()).float()
+    t = compute_logits(hidden, head)
     log_p = t * u - row_lse(t * u)
     log_ratio, p = log_p - (s * u - lse_T), log_p.exp()
     return t, s, p, log_ratio, p, t.argmax(-1, keepdim=True)
@@ -77,7 +77,7 @@ class DistillLoss(torch.autograd.Function):
         dweight = torch.zeros_like(weight if learn_weight else T, dtype=torch.float32)
         ce_sum, kl_sum, agreements = 0.0, 0.0, 0
         for xc, dxc, tc, teacher_c in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
-            logits, valid = (xc @ weight_x.t()).float(), tc != IGNORE  # (chunk, V), (chunk, 1)
+            logits, valid = compute_logits(xc, weight_x), tc != IGNORE  # (chunk, V), (chunk, 1)
             lse, lse_T = row_lse(logits), row_lse(logits * u)
             outputs = (cached_teacher(logits, lse_T, u, teacher_c) if teacher_head is None
                        else live_teacher(logits, lse_T, u, teacher_c, teacher_head))
@@ -123,7 +123,7 @@ class Distillation(nn.Module):
             fail(f"--teacher={config['teacher']}: its loss, DistillLoss, would replace the one in model.loss_fn")
         if k >= model.config.vocab_size:
             fail(f"--teacher_cache={k}: expected less than the vocabulary, {model.config.vocab_size}")
-        if self.learn_temperature and config["fsdp"]:
+        if self.learn_temperature and config.get("fsdp"):
             fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
         self.teacher_weight, self.dtype = config["teacher_weight"], getattr(torch, dtype)
         log_T = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
@@ -147,7 +147,7 @@ class Distillation(nn.Module):
                 cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
 
             def label_more(batch):
-                """A transform. A rollback makes the run read more rows than planned, by at most eval_interval steps."""
+                """A transform: after a rollback the run reads more rows than planned, up to eval_interval steps."""
                 if min(loader.rows_seen + two_batches, len(data)) > self.n_rows:
                     label(self.n_rows + config["eval_interval"] * global_batch_size,
                           load_teacher(loader, config, dtype, None)[0])
@@ -201,7 +201,7 @@ def load_teacher(loader, config, dtype, options):
     del model_args["local_heads"]  # neither changes what the teacher computes
     digest = digest_weights(model_args, net.state_dict())
     net.requires_grad_(False)
-    if config["fsdp"] or config["shard_teacher"]:
+    if config.get("fsdp") or config["shard_teacher"]:
         from extras.fsdp import apply_fsdp
         apply_fsdp(net, device, dtype, options)
     else:
@@ -271,7 +271,7 @@ class TeacherCache:
         for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
             output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
             for i, hidden in zip(batch, output["teacher"]):
-                log_probs = (hidden @ output["teacher_head"].t()).float().log_softmax(-1)  # (T, V)
+                log_probs = compute_logits(hidden, output["teacher_head"]).log_softmax(-1)  # (T, V)
                 self.rows[i] = encode_top_k(log_probs, self.k).cpu().numpy()
         self.rows.flush()
         all_reduce(torch.zeros((), device=loader.device))  # wait until all have written

@@ -31,7 +31,7 @@ class Pruner:
         if self.by == "state" and config["optimizer"] not in ("adamw", "adamw_spam"):
             fail(f"--prune_by=state: --optimizer={config['optimizer']} has no second moments of the hidden matrices; "
                  f"expected magnitude")
-        if config["fsdp"] or config.get("lora_rank"):
+        if config.get("fsdp") or config.get("lora_rank"):
             fail(f"--sparsity={self.sparsity}: not with --fsdp=True, where no rank has a whole matrix to sort, nor "
                  f"with --lora_rank, which freezes the matrices")
         self.params = {name: p for name, p in model.named_parameters() if param_group_of(name, p) == "matrices"}

@@ -340,7 +340,7 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     config = {"eval_tasks": "arc_easy, mmlu", "task_dir": tmp_path, "batch_size": 32}
     autocast = torch.autocast("cpu", torch.bfloat16)
     model, dtypes = random_model(dropout=0.5), set()
-    model.lm_head.register_forward_hook(lambda module, args, logits: dtypes.add(logits.dtype))
+    model.transformer.h[0].mlp.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
 
     def backend(graph, inputs):
         raise AssertionError("compiled for another shape")

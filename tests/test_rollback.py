@@ -97,6 +97,8 @@ def test_two_ranks_roll_back_and_continue_on_fresh_data(tmp_path):
     assert output.count("rolled back to step 50; the data moves on") == 1
     entries = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
     assert [entry["iter"] for entry in entries if entry.get("event") == "rollback"] == [50]
+    losses = [entry["train_loss"] for entry in entries if "train_loss" in entry]
+    assert len(losses) == 68 and sum(map(math.isnan, losses)) == 1  # the spike's, which was taken back
     log = read_log(tmp_path / "o", "tokens", "lr", "lr_factor", "rollbacks")
     assert log["tokens", 62] == (62 + 6) * 256 and log["rollbacks", 62] == 1  # five good steps and the bad one
     cosine = 6e-5 + (3e-3 - 6e-5) * 0.5 * (1 + math.cos(math.pi * 59 / 60))
