@@ -199,7 +199,7 @@ def packed_mask_and_positions(idx, first_id):
     """
     idx: (B, T) int64, rows of texts that each begin with first_id, which occurs nowhere else. Returns the mask, (B, 1,
     T, T) bool, causal within each text, and positions, (B, T) int64, that restart with each text. Padding is first_id
-    too, every position of it a text of its own, so that no query is without a key.
+    too, so each padding position counts as a separate text and every query has a key.
     """
     text = (idx == first_id).cumsum(1)  # (B, T), the number of each position's text
     mask = (text[:, None, :, None] == text[:, None, None, :]).tril()

@@ -8,8 +8,8 @@ Turns a base model into a chat model: supervised fine-tuning on conversations.
 
 Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default a row packs as many whole
 conversations as fit, with attention inside each conversation only, and is padded; with --pack=False each conversation
-gets its own padded row. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's; only
-the data differs, and the number of targets, which is counted for each step.
+gets its own padded row. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's. Only
+the data differs, and the number of targets, which varies and is counted at each step.
 """
 import math
 import time

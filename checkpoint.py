@@ -1,5 +1,6 @@
 """
-Checkpoints: ckpt.pt and the one before it, ckpt_prev.pt, each written whole or not at all; ckpt_best.pt.
+Saves and loads checkpoints: ckpt.pt, the one before it as ckpt_prev.pt, and the best as ckpt_best.pt. ckpt.pt and
+ckpt_prev.pt are written whole or not at all.
 
 A checkpoint is a dict of tensors and plain values with nanoGPT's keys (model, optimizer, model_args, iter_num,
 best_val_loss, config) and what an exact resume needs. Loading one executes nothing in it (weights_only).

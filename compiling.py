@@ -21,7 +21,7 @@ def compile_error(device, backend):
 
 
 def compile_options(config, device):
-    """Arguments of torch.compile; None with --compile=False, and, with a warning, where it cannot work."""
+    """Returns the arguments of torch.compile; None with --compile=False, or, with a warning, if it cannot work."""
     if config["compile"]:
         error = compile_error(device, config["compile_backend"])
         if not error:

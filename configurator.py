@@ -134,14 +134,14 @@ def read_config_file(path):
 
 
 def alternatives(hint):
-    """An annotation as [(type, range or ()), ...], one or those of a union; a Literal as (Literal, its choices)."""
+    """Splits an annotation into [(type, range or ()), ...], one per member of a union; (Literal, its choices)."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
     return [(getattr(kind, "__origin__", kind), getattr(kind, "__metadata__", typing.get_args(kind)))
             for kind in kinds]
 
 
 def parse(text, hint):
-    """The value that a flag's text stands for under an annotation; if it stands for none, the text itself."""
+    """Converts a flag's text to a value of the annotated type, or returns the text if there is no such value."""
     kinds = dict(alternatives(hint))
     if text == "None" and type(None) in kinds:
         return None

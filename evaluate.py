@@ -133,8 +133,8 @@ def subsample(items, n):
 
 def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     """
-    Returns the examples of a task, from the hub or a local file and in its order, for `score`: tokenize_row's dicts
-    and, as "where", the line or row of each. max_examples: take this many, evenly spaced; None takes all.
+    Loads the examples of a task for `score`, from the hub or a local file, in the order of the source. Each is
+    tokenize_row's dict plus "where", its line or row. max_examples: take this many, evenly spaced; None takes all.
     stage: the checkpoint's, base or chat.
     """
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
@@ -165,8 +165,8 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
 
 def rows_to_score(examples, max_seq_len):
     """
-    Returns [(ids to read, {(example, choice): the choice's ids, ...}), ...]. Choices with the same ids to read, as all
-    single tokens are, share a row. If the examples have no choices: [(prompt, example), ...].
+    Returns [(ids to read, {(example, choice): the choice's ids, ...}), ...]. Choices that read the same ids, as
+    single-token choices do, share a row. If the examples have no choices: [(prompt, example), ...].
     """
     rows = {}
     for i, example in enumerate(examples):

@@ -12,8 +12,9 @@ explain_missing = one_line_errors(advice="a setting asks for it, but it is not h
 @explain_missing
 def change_model(model, loader, num_rows, config, dtype, options, checkpoint, resuming, state, metrics):
     """
-    What changes the model or its loss, before the model is compiled and distributed. num_rows: rows of the whole run;
-    options: of torch.compile, or None. Adds to `state` and `metrics`.
+    Attaches the features that change the model or its loss. Call it before the model is compiled and distributed.
+    num_rows: rows of the whole run; options: of torch.compile, or None. Adds to `state` and `metrics`;
+    LoRA and FSDP replace the entry "model".
     """
     if config.get("lora_rank"):
         from extras.lora import Adapters, Lora
@@ -40,8 +41,9 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
 @explain_missing
 def change_training(model, optimizer, max_iters, config, checkpoint, state, metrics):
     """
-    What changes training, once the optimizer is made. Adds to `state` and `metrics`. Returns gradient_hooks, the guard
-    that rolls back after a spike, or None, and trackers, functions that take each line of the log.
+    Attaches the features that change training. Call it once the optimizer exists. Changes `state` and `metrics` in
+    place. Returns gradient_hooks; guard, which rolls back after a spike, or None; and trackers, functions that receive
+    each line of the log.
     """
     gradient_hooks, guard, trackers = [], None, []
     if config.get("fsdp"):
@@ -76,8 +78,8 @@ def check_sanity(*arguments):
 
 def evaluation_hooks(model, tokenizer, autocast, prompt, config, stage):
     """
-    What each evaluation shows besides the loss: functions hook(iter_num, done) that return a dict for the log. prompt:
-    the ids that the sample continues. stage: base | chat.
+    Returns what to run after each evaluation, besides the loss: functions hook(iter_num, done) that return a dict for
+    the log. prompt: the ids that the sample continues. stage: base | chat.
     """
     hooks = []
     if config.get("sample_tokens"):

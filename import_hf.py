@@ -53,9 +53,9 @@ def config_to_hf(config):
 
 def config_from_hf(hf_config):
     """
-    The GPTConfig for a config of transformers. Raises ValueError with the name of a field that asks for something else
-    than model.py computes: config_to_hf would write another value there. The fields that it does not write can only
-    show when logits are compared. Dropout stays 0, because it is a setting of the training.
+    The GPTConfig for a config of transformers. Raises ValueError naming a field that asks for something model.py does
+    not compute, that is, one whose value config_to_hf would not write. Fields that config_to_hf never writes are
+    checked only by comparing logits. Dropout stays 0, because it is a setting of the training.
     """
     fields = hf_config.to_dict()
     fields |= fields.get("rope_parameters") or {}  # transformers 5 keeps rope_theta there

@@ -135,8 +135,8 @@ class Logger:
 def find_nonfinite(model, batch, autocast):
     """
     Why a step is not finite, as text. Runs the forward pass of `batch` again and names the first module whose output
-    is not finite. If all are, names the parameter with such a gradient that is closest to the output, where backward
-    met it first (a NaN spreads to everything below).
+    is not finite. If all outputs are finite, names the parameter closest to the output whose gradient is not: backward
+    reached it first, and a NaN spreads to everything below.
     """
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not gather(p.grad).isfinite().all()]
     bad.sort(key=lambda name: "wte." not in name and "wpe." not in name)  # in the order of forward: embeddings first

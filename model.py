@@ -333,8 +333,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     The summed cross entropy of x @ weight.T against targets, LOSS_CHUNK rows at a time: the full (N, V) logits, most
     of a small model's memory, never exist. The gradient of softmax cross entropy, softmax(logits) - onehot(target),
     needs the logits and nothing from later layers, so it is computed here in forward instead of recomputing them in
-    backward. It is that of the *sum*: dividing by the number of targets here would underflow in float16; backward
-    scales it by whatever the caller divided by.
+    backward. This is the gradient of the *sum*. Dividing by the number of targets here would underflow in float16, so
+    backward applies the caller's division instead.
     """
 
     @staticmethod
@@ -414,7 +414,8 @@ class GPT(nn.Module):
         gpt2: N(0, 0.02), the projections into the residual stream divided by sqrt(2 * n_layer) so that its variance
         does not grow with depth (Radford et al. 2019, section 2.3), positions N(0, 0.01), biases 0, as in OpenAI's
         code.
-        llama: the papers do not say, so the same 0.02 (transformers' initializer_range) and scaled projections.
+        llama: the papers give no initialization, so we use the same 0.02 (transformers' initializer_range) and scaled
+        projections.
         embed_norm: the embedding is N(0, 1). The norm hides its scale from the output; a larger scale only makes the
         embedding's direction change more slowly at a given learning rate.
         """

@@ -8,8 +8,8 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
 A .txt file is one document in UTF-8. CRLF line ends become LF, and a byte order mark stays, as the character U+FEFF.
 
 All documents form one stream of tokens, with <|endoftext|> before each document. Exactly the first val_tokens of it
-are for validation, in one shard. The rest is cut into training shards. Each one ends where a batch of 64 documents
-ends, so it has at least shard_size tokens, and the work stops with the batch that reaches max_tokens. The last lines
+are for validation, in one shard. The rest is cut into training shards. A training shard ends with the batch of 64
+documents that brings it to shard_size tokens. Preparation ends with the batch that reaches max_tokens. The last lines
 of the output say how many tokens there are.
 
 You can interrupt this script at any time. The same command resumes after the last complete shard and writes the bytes
@@ -79,7 +79,7 @@ codecs.register({JSON["encoding"]: codecs.CodecInfo(
 
 
 def open_source(reader, column, state):
-    """A streamed data set with one column. It begins where `state` says, a state_dict() of it, or None: the start."""
+    """Opens a streamed data set with one column. state: a state_dict() of it to continue from; None: the start."""
     os.environ.setdefault("USE_TORCH", "0")  # otherwise datasets imports torch, which takes seconds
     import datasets  # here, because --help and a refused setting need not wait for it
     import fsspec

@@ -10,7 +10,7 @@ from pathlib import Path
 def python_files():
     """
     Yields {"text": ...} for each file of Python's standard library, in an order that mixes its packages (by the hash
-    of the name). Tests are left out, and tables that are data in disguise.
+    of the name). Skips tests, and modules that are really tables of data.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -23,8 +23,8 @@ def python_files():
 def python_conversations():
     """
     Yields {"messages": [{"role", "content"}, ...]}: a question about each function of the standard library, answered
-    by the first paragraph of its docstring. Questions have up to 90 characters, answers 10 to 160, and none is asked
-    twice.
+    by the first paragraph of its docstring. Questions have up to 90 characters and answers 10 to 160. No question
+    comes twice.
     """
     asked = set()
     for file in python_files():

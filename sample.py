@@ -100,9 +100,9 @@ def compile_step(model, batch):
     """
     Returns a model for generate with `batch` rows, from one in eval mode. It decodes compiled and reads prompts
     uncompiled. One shape, one graph: its new_cache returns the same cache of max_seq_len positions each time. Call it
-    under the autocast that generate will run under. It converts the matrices of `model`, which it shares, to that
-    dtype for good, and they must not change any more. (In eager mode autocast casts them once and caches the result;
-    in a compiled step it would cast all of them for each id.)
+    under the autocast that generate will run under. It converts the matrices of `model`, which both models share, to
+    that dtype permanently. Do not change them afterwards. (In eager mode autocast casts them once and caches the
+    result; in a compiled step it would cast all of them for each id.)
     """
     device = model.lm_head.weight.device
     dtype = cache_dtype(device)

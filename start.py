@@ -56,7 +56,10 @@ def load_init_from(config, overrides, stage):
 
 
 def take_settings(config, overrides, checkpoint):
-    """Updates `config` to that of a resumed run's checkpoint, except for overrides: printed, or refused if FIXED."""
+    """
+    Copies the settings of a resumed run's checkpoint into `config`. Overrides win and are printed; an override of a
+    FIXED setting exits with an error.
+    """
     for key, before in checkpoint["config"].items():
         if key not in config or key in PER_START:
             continue

@@ -4,8 +4,8 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
     python extras/compare.py --runs='--muon_lr=0.02;--muon_lr=0.04' --seeds=3 --args=config/quickstart.py
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
-Each run has a folder in out_dir, and when it has ended a result.json in it. Started again after an interruption, this
-resumes the run that was under way and does not repeat the others. (So a model to start from is auto:PATH.)
+Each run has a folder in out_dir, and when it has ended a result.json in it. After an interruption, the same command
+resumes the unfinished run and repeats none of the finished ones. (So give a model to start from as auto:PATH.)
 """
 import json
 import re
@@ -39,7 +39,7 @@ def summary(results):
 
 
 def train(flags, seed):
-    """The result of one run: that in its result.json, or the last value of each metric in its log, after training."""
+    """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     words = shlex.split(f"--init_from=auto {args} {flags} --seed={seed}")
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", f"{flags}_seed={seed}"))
     recipe = [script, *words, *(read_config_file(word) for word in words if word.endswith(".py"))]

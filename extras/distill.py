@@ -44,9 +44,10 @@ def live_teacher(s, lse_T, u, hidden, head):
 
 def cached_teacher(s, lse_T, u, row):
     """
-    The same for a teacher in the cache: row (chunk, 2 k + 1), see encode_top_k. All ids that the cache leaves out have
-    the same p, and log q is linear in s, so a sum over them is their number times one term at their mean s. They form
-    one place after the k ids: what is summed over is (chunk, k + 1), and its p is the total of a place.
+    live_teacher's counterpart for a cached teacher. row (chunk, 2 k + 1): see encode_top_k. All ids that the cache
+    leaves out have the same p, and log q is linear in s, so a sum over them is their number times one term at their
+    mean s. They share one column after the k ids, so sums run over (chunk, k + 1) columns, and p is the total of a
+    column.
     """
     k = row.size(-1) // 2
     ids, t = row[:, :k].long() & 0xFFFF, row[:, k:].view(torch.float16).float()  # (chunk, k), (chunk, k + 1)
@@ -229,8 +230,9 @@ def load_teacher(loader, config, dtype, options):
 
 def encode_top_k(log_probs, k):
     """
-    Log-probabilities (T, V) -> (T, 2 k + 1) int16: the k likeliest ids, modulo 2^16, and the bits of k + 1 float16,
-    which are the log-probabilities of these ids and of each other id. The others share the rest evenly.
+    Log-probabilities (T, V) -> (T, 2 k + 1) int16: the k likeliest ids, modulo 2^16, and the bits of k + 1 float16:
+    the log-probabilities of these ids, then the one that every other id gets. Those ids share the remaining
+    probability evenly.
     """
     top, ids = log_probs.topk(k)
     others = row_lse(log_probs.scatter(-1, ids, -math.inf)) - math.log(log_probs.size(-1) - k)

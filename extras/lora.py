@@ -77,8 +77,8 @@ class Adapters:
 
 class Lora:
     """
-    Adds adapters to a model whose weights are the base's; on resume it loads them. Its state is the entry "lora" of a
-    checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
+    Adds adapters to a model that holds the base's weights. On resume it loads those weights first. Its state is the
+    entry "lora" of a checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
     """
 
     def __init__(self, model, config, checkpoint, resuming):

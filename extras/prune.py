@@ -66,9 +66,9 @@ class Pruner:
     @torch.no_grad()
     def prune(self, *_):
         """
-        After an optimizer step: updates the masks if it is time, round(sparsity n) of the n weights of each matrix,
-        and zeros the pruned weights. Equal scores are pruned in order, so ranks with the same weights get the same
-        masks.
+        After an optimizer step: if a pruning is due, extends the masks to round(sparsity n) of each matrix's n
+        weights; then zeros the pruned weights. Equal scores are pruned in order, so ranks with the same weights get
+        the same masks.
         """
         sparsity = self.sparsity_at(self.step)
         if sparsity > self.reached and (self.step >= self.end or (self.step - self.begin) % self.interval == 0):

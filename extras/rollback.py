@@ -12,7 +12,10 @@ MAX_ROLLBACKS = 5  # exit after this many rollbacks in a row without getting pas
 
 
 class SpikeGuard:
-    """Its state is the entry "health" of a checkpoint: moving averages, and how long ago the last spike was."""
+    """
+    Finds spikes and rolls the run back. Its state, the entry "health" of a checkpoint, holds moving averages and how
+    long ago the last spike was.
+    """
 
     def __init__(self, config, optimizer):
         self.config, self.optimizer, self.rollbacks, self.lr_factor = config, optimizer, 0, 1.0

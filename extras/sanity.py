@@ -1,5 +1,5 @@
 """
---sanity_check=True: looks for what keeps a model from learning, on one micro-batch, and exits.
+--sanity_check=True: looks for faults that keep a model from learning, on one micro-batch, then exits.
 
 Checks the first loss against ln(vocabulary), looks for gradients that are missing, not finite or vanishing and for
 dead MLP units, and tries to overfit the micro-batch in 100 steps. A low loss does not prove that attention works,
