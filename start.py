@@ -89,8 +89,12 @@ def check_out_dir(config, resuming):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
-    if (folder / "config.json").exists() and b"model_type" in (folder / "config.json").read_bytes():
-        fail(f"--out_dir={folder}: holds a model in Hugging Face's format; give another folder")
+    for name, key in (("config.json", b'"init_from": '), ("log.jsonl", b'{"iter": ')):  # a key that ours has
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""  # empty is ours, after a full disk
+        if content and key not in content:
+            fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
+                 f"another folder")
 
 
 def report_settings(config, overrides, device):

@@ -1,4 +1,5 @@
 """Checkpoints: one is always whole; which are kept, resumed, refused, or give way to the one before."""
+import json
 import math
 import os
 import resource
@@ -275,5 +276,25 @@ def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
         for setting in ("init_from", "teacher"):
             line = error_line(capsys, lambda: check(overwrite=True, **{setting: str(read)}))
             assert f"--out_dir={tmp_path} --overwrite=True: holds {read}, which this run reads" in line
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "Hugging Face" in error_line(capsys, lambda: check(overwrite=True))
+
+
+@pytest.mark.parametrize("resuming", [True, False])
+def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, capsys, resuming):
+    """Of the names that a run writes, what is in it decides: settings, lines of a log, or nothing after a full disk."""
+    config = {"out_dir": str(tmp_path), "init_from": "resume", "overwrite": True}
+    for name, foreign, ours in (
+            ("config.json", '{"hidden_size": 768}', json.dumps({"out_dir": "o", "init_from": "scratch"}, indent=1)),
+            ("log.jsonl", '{"loss": 3.0, "iter": 1}\n', '{"iter": 0, "tokens": 0, "event": "start"}\n')):
+        (tmp_path / name).write_text(foreign)
+        line = error_line(capsys, check_out_dir, config, resuming)
+        assert f"--out_dir={tmp_path}: holds a {name} that is not of a training run" in line
+        for content in ("", ours):
+            (tmp_path / name).write_text(content)
+            check_out_dir(config, resuming)
+    mine = {name: b"mine" for name in ("ckpt.pt.bak", "ckpt.pt.old", "ckpt_20_paper.pt", "lock", "ckpt_prev.txt")}
+    for name, content in mine.items():
+        (tmp_path / name).write_bytes(content)
+    checkpointer = new_checkpointer(tmp_path)
+    for iter_num, val_loss in enumerate((3.0, 2.0, 4.0)):
+        checkpointer.save(iter_num, val_loss)
+    assert {name: (tmp_path / name).read_bytes() for name in mine} == mine
