@@ -168,11 +168,13 @@ def link(path, name):
     temporary = path.with_name(name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
-        os.link(path, temporary)
-    except OSError:
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, path.with_name(name))
-    temporary.unlink(missing_ok=True)  # a rename does nothing if both names are the same file already
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, path.with_name(name))
+    finally:
+        temporary.unlink(missing_ok=True)  # half a copy; a rename does nothing if both names are the same file already
 
 
 class Checkpointer:

@@ -139,6 +139,17 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys,
     assert contents(tmp_path).keys() == ({"ckpt.pt"} if resuming else {"ckpt.pt", "ckpt_mine.pt"})
 
 
+def test_half_a_copy_of_the_best_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    def copy(source, target):
+        target.write_bytes(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("no such file"))
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    assert contents(saved(tmp_path, 2.0)).keys() == {"ckpt.pt"}
+    assert "step 0 could not be saved (OSError: no space)" in capsys.readouterr().out
+
+
 def test_saves_that_fail_are_warnings_and_exit_code_2_if_the_last_one_does(shards, trained, tmp_path):
     out_dir = tmp_path / "o"
     program = patched(tmp_path, "train_gpt2.py", fail_writes([10, 20]))
@@ -280,7 +291,7 @@ def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
 
 @pytest.mark.parametrize("resuming", [True, False])
 def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, capsys, resuming):
-    """Of the names that a run writes, what is in it decides: settings, lines of a log, or nothing after a full disk."""
+    """What is in a file of a run's names decides: settings, lines of a log, or nothing (the disk was full)."""
     config = {"out_dir": str(tmp_path), "init_from": "resume", "overwrite": True}
     for name, foreign, ours in (
             ("config.json", '{"hidden_size": 768}', json.dumps({"out_dir": "o", "init_from": "scratch"}, indent=1)),

@@ -1,5 +1,6 @@
 """What a run survives: signals, kills, lost ranks, damaged files."""
 import importlib.util
+import io
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from conftest import (ROOT, SFT, TINY, Program, chats, check_resumed, check_same
                       patched, read_log, run, run_ranks)
 from dataloader import TokenDataset
 from distributed import excepthook
-from interrupt import StopSignal
+from interrupt import StopSignal, drop_failed_writes
 from tokenizer import get_tokenizer
 
 ARGS = [*TINY, "--sample_tokens=0"]
@@ -96,6 +97,43 @@ distributed.step_seed = seed_and_signal
     output = run(patched(tmp_path, "train_gpt2.py", signal_rank_1), *ARGS, f"--data_dir={shards}",
                  f"--out_dir={tmp_path}/o", ranks=2)
     assert "stopped after step 4, which is saved" in output and load(tmp_path / "o")["iter_num"] == 4
+
+
+# -----------------------------------------------------------------------------
+# output that cannot be written
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_what_a_full_disk_or_a_closed_pipe_does_not_take_is_dropped(unbuffered):
+    """A print neither raises nor stays in a buffer, where it would fail again at exit; python -u has no buffer."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    for number in (os.open("/dev/full", os.O_WRONLY), write_end):
+        file = open(number, "wb", buffering=0 if unbuffered else -1)
+        stream = io.TextIOWrapper(file, write_through=unbuffered)
+        with pytest.raises(OSError):
+            file.write(b"x")
+            file.flush()
+        drop_failed_writes(stream)
+        print("x", file=stream, flush=True)
+        stream.close()
+
+
+@pytest.mark.parametrize("output", ["os.open('/dev/full', os.O_WRONLY)", "write_end"], ids=["full", "closed"])
+def test_training_goes_on_without_its_output(shards, trained, tmp_path, output):
+    """From the first evaluation on neither stream takes anything."""
+    patch = f"""
+import features, os
+read_end, write_end = os.pipe()
+os.close(read_end)
+def redirect(iter_num, done):
+    for stream in (1, 2):
+        os.dup2({output}, stream)
+    return {{}}
+features.evaluation_hooks = lambda *_: [redirect]
+"""
+    output = run(patched(tmp_path, "train_gpt2.py", patch), *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+    assert "step 0/20" in output and "step 1/20" not in output
+    check_same_run(trained, tmp_path / "o")
 
 
 # -----------------------------------------------------------------------------
