@@ -123,7 +123,7 @@ if "epochs" in overrides:
     config["max_iters"] = None
 globals().update(config)  # the settings of the model to start from, or on resume those of the checkpoint
 if not print_batch:
-    check_out_dir(config, resuming)
+    check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)

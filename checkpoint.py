@@ -23,6 +23,7 @@ from model import GPT, GPTConfig
 from tokenizer import padded_vocab_size
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
+BASE = "ckpt_base.pt"  # beside adapters: a link to the model they were trained on
 
 
 def has_checkpoint(out_dir):
@@ -121,13 +122,13 @@ def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
     from import_hf import GPT2_MODELS
     base = checkpoint["lora"]
-    for place in (base["absolute"], base["path"]):
+    for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
         if os.path.exists(place) or place in GPT2_MODELS:
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]
-    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {base['absolute']} or "
-         f"{base['path']}, but there is nothing, or other weights are there now")
+    fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {BASE} beside "
+         f"it, {base['absolute']} or {base['path']}, but there is nothing, or other weights are there now")
 
 
 def merge_adapters(checkpoint):
@@ -163,16 +164,16 @@ def write_checkpoint(out_dir, checkpoint, keep_previous=True):
         temporary.unlink(missing_ok=True)
 
 
-def link(path, name):
-    """A second name for a checkpoint in the same folder: a hard link, or a copy if the file system has none."""
-    temporary = path.with_name(name + ".tmp")
+def link(path, target):
+    """A second name for a checkpoint: a hard link, or a copy if the file system has none or is another one."""
+    temporary = target.with_name(target.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
         try:
             os.link(path, temporary)
         except OSError:
             shutil.copyfile(path, temporary)
-        os.replace(temporary, path.with_name(name))
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)  # half a copy; a rename does nothing if both names are the same file already
 
@@ -213,10 +214,14 @@ class Checkpointer:
             if not written:
                 write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, self.keep_previous)
             if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
-                for name in ("ckpt_prev.pt", "ckpt_best.pt"):
+                for name in ("ckpt_prev.pt", "ckpt_best.pt", BASE):
                     (self.out_dir / name).unlink(missing_ok=True)
             if is_best:
-                link(self.out_dir / "ckpt.pt", "ckpt_best.pt")
+                link(self.out_dir / "ckpt.pt", self.out_dir / "ckpt_best.pt")
+            base = self.out_dir / BASE
+            if "lora" in entries and os.path.isfile(entries["lora"]["absolute"]) and not base.exists():
+                link(entries["lora"]["absolute"], base)
+                load_base({**entries, "path": base})  # or exits: the base was trained on since this run has read it
             self.saved_iter, self.keep_previous = iter_num, True
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
             self.facts["best_val_loss"] = best_before

@@ -76,8 +76,11 @@ def take_settings(config, overrides, checkpoint):
              f"--init_from={config['out_dir']}/ckpt.pt --out_dir=...")
 
 
-def check_out_dir(config, resuming):
-    """Exits with an error if a run with this config would overwrite something that it was not asked to overwrite."""
+def check_out_dir(config, resuming, checkpoint):
+    """
+    Exits with an error if a run with this config, from load_init_from's checkpoint, would overwrite something that it
+    was not asked to overwrite.
+    """
     folder = Path(config["out_dir"])
     found = sorted(path.name for path in folder.glob("ckpt*.pt"))
     if found and not resuming:
@@ -85,7 +88,9 @@ def check_out_dir(config, resuming):
             resume = "resume it with --init_from=resume, " if has_checkpoint(folder) else ""
             fail(f"--out_dir={folder}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, or "
                  f"give another folder")
-        for source in filter(None, (config["init_from"], config.get("teacher"))):
+        base = (checkpoint or {}).get("lora", {})  # that of the adapters that the run starts from
+        sources = config["init_from"], config.get("teacher"), base.get("absolute"), base.get("path")
+        for source in filter(None, sources):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")

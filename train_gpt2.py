@@ -116,7 +116,7 @@ config, overrides = configure(globals())
 # setup
 checkpoint, resuming = load_init_from(config, overrides, "base")
 globals().update(config)  # on resume the checkpoint's settings, else those of the model to start from, if any
-check_out_dir(config, resuming)
+check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)

@@ -274,9 +274,9 @@ def test_two_runs_cannot_write_to_one_out_dir(tmp_path, capsys):
 
 
 def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
-    def check(**changes):
+    def check(checkpoint=None, **changes):
         check_out_dir({"out_dir": str(tmp_path), "init_from": "scratch", "overwrite": False, "teacher": None,
-                       **changes}, resuming=False)
+                       **changes}, resuming=False, checkpoint=checkpoint)
 
     check()
     for name, word in (("ckpt_best.pt", "replace it"), ("ckpt.pt", "resume it with --init_from=resume, replace it")):
@@ -287,6 +287,10 @@ def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
         for setting in ("init_from", "teacher"):
             line = error_line(capsys, lambda: check(overwrite=True, **{setting: str(read)}))
             assert f"--out_dir={tmp_path} --overwrite=True: holds {read}, which this run reads" in line
+    for name in ("absolute", "path"):
+        checkpoint = {"lora": {name: f"{tmp_path}/ckpt.pt"}}
+        line = error_line(capsys, lambda: check(checkpoint, overwrite=True, init_from="adapters/ckpt.pt"))
+        assert f"holds {tmp_path}/ckpt.pt, which this run reads" in line
 
 
 @pytest.mark.parametrize("resuming", [True, False])
@@ -297,11 +301,11 @@ def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, caps
             ("config.json", '{"hidden_size": 768}', json.dumps({"out_dir": "o", "init_from": "scratch"}, indent=1)),
             ("log.jsonl", '{"loss": 3.0, "iter": 1}\n', '{"iter": 0, "tokens": 0, "event": "start"}\n')):
         (tmp_path / name).write_text(foreign)
-        line = error_line(capsys, check_out_dir, config, resuming)
+        line = error_line(capsys, check_out_dir, config, resuming, None)
         assert f"--out_dir={tmp_path}: holds a {name} that is not of a training run" in line
         for content in ("", ours):
             (tmp_path / name).write_text(content)
-            check_out_dir(config, resuming)
+            check_out_dir(config, resuming, None)
     mine = {name: b"mine" for name in ("ckpt.pt.bak", "ckpt.pt.old", "ckpt_20_paper.pt", "lock", "ckpt_prev.txt")}
     for name, content in mine.items():
         (tmp_path / name).write_bytes(content)

@@ -1,11 +1,13 @@
 """LoRA: adapters against their formula, merged against unmerged, and runs whose checkpoints hold adapters alone."""
+import os
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch.func import functional_call
 
-from checkpoint import load_checkpoint, load_model, write_checkpoint
+from checkpoint import Checkpointer, load_checkpoint, load_model, write_checkpoint
 from conftest import (COMPILED, SFT, chats, check_compiled, check_losses_of_a_cpu, check_resumed, error_line,
                       extra_flags, jsonl, load, needs_gpu, new_gpt, optimizer_config, read_log, refused, run, same,
                       save_model, tokens, turns)
@@ -224,6 +226,44 @@ def test_a_base_that_is_moved_gone_or_another_one(folder, tuned, tmp_path, monke
         shutil.rmtree("base", ignore_errors=True)
     # a rollback does not need it
     assert load_checkpoint("tuned", merge=False)["model"].keys() == checkpoint["model"].keys()
+
+
+def tuning(folder, seed):
+    """A base model in folder/base, and the Checkpointer of a LoRA run on it in folder/tuned."""
+    gpt = new_gpt("llama", seed, n_layer=1)
+    write_checkpoint(folder / "base", load_checkpoint(save_model(folder / "scratch", gpt, stage="base")))
+    config = {"optimizer": "adamw", "lora_rank": 2, "lora_alpha": 4.0, "lora_targets": "all", "lora_dropout": 0.0,
+              "seed": 1, "out_dir": str(folder / "tuned")}
+    lora = Lora(gpt, config, load_checkpoint(folder / "base"), resuming=False)
+    facts = {"model_args": asdict(gpt.config), "config": config, "tokenizer": "bytes", "stage": "chat", "data": ""}
+    return Checkpointer(folder / "tuned", {"model": Adapters(gpt), "lora": lora}, facts)
+
+
+def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path):
+    tuning(tmp_path, 0).save(0)
+    assert os.path.samefile(tmp_path / "base" / "ckpt.pt", tmp_path / "tuned" / "ckpt_base.pt")
+    merged = load_checkpoint(tmp_path / "tuned")["model"]
+    for _ in range(2):
+        write_checkpoint(tmp_path / "base", load_checkpoint(save_model(tmp_path / "other", new_gpt("llama", 2))))
+    assert same(load_checkpoint(tmp_path / "tuned")["model"], merged)
+    shutil.rmtree(tmp_path / "base")
+    shutil.move(tmp_path / "tuned", tmp_path / "moved")
+    assert same(load_checkpoint(tmp_path / "moved")["model"], merged)
+
+
+def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritten_ones_is_replaced(tmp_path, capsys):
+    first = tuning(tmp_path, 0)
+    first.save(0)
+    first.lock.release()
+    second = tuning(tmp_path, 1)
+    second.save(0)
+    second.lock.release()
+    assert os.path.samefile(tmp_path / "base" / "ckpt.pt", tmp_path / "tuned" / "ckpt_base.pt")
+    load_checkpoint(tmp_path / "tuned")
+    shutil.rmtree(tmp_path / "tuned")
+    third = tuning(tmp_path, 2)
+    write_checkpoint(tmp_path / "base", load_checkpoint(save_model(tmp_path / "other", new_gpt("llama", 3))))
+    assert "their base is expected in ckpt_base.pt beside it" in error_line(capsys, third.save, 0)
 
 
 def test_what_adapters_cannot_be_trained_with_is_refused(capsys):
