@@ -44,6 +44,7 @@ def configure_optimizer(model, config):
     else:
         optimizer = torch.optim.AdamW(groups, **adamw)
     optimizer.register_load_state_dict_pre_hook(keep_group_settings)
+    optimizer.register_load_state_dict_post_hook(check_moments)
     return optimizer
 
 
@@ -51,6 +52,15 @@ def keep_group_settings(optimizer, loaded):
     """Before load_state_dict: keeps this run's settings of the groups, which may have changed; the state is loaded."""
     return {**loaded, "param_groups": [{**own, "params": saved["params"]} for own, saved in
                                        zip(optimizer.param_groups, loaded["param_groups"], strict=True)]}
+
+
+def check_moments(optimizer):
+    """After load_state_dict: raises ValueError for moments of another shape; fused AdamW would read beyond them."""
+    for p, state in optimizer.state.items():
+        for name in state.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+            if state[name].shape != p.shape:
+                raise ValueError(f"its optimizer's {name} has the shape {tuple(state[name].shape)}, the parameter "
+                                 f"{tuple(p.shape)}: it trained other parameters, or in another order")
 
 
 def set_lr_and_momentum(optimizer, lr, iter_num):

@@ -141,6 +141,19 @@ def test_each_optimizer_resumes_exactly_and_with_the_settings_of_the_new_start(o
     assert same(changed[1].state_dict()["state"], first[1].state_dict()["state"])
 
 
+@pytest.mark.parametrize("optimizer, name, group", [
+    ("adamw", "exp_avg", 0), ("adamw_spam", "exp_avg_sq", 2), ("muon", "momentum_buffer", 0), ("muon", "exp_avg", 1)])
+def test_moments_of_another_shape_than_their_parameter_are_refused(optimizer, name, group):
+    """Fused AdamW reads beyond moments that are too small, which can crash the process."""
+    gpt = small_gpt("llama")
+    optimizer = configure_optimizer(gpt, optimizer_config(optimizer))
+    take_steps(gpt, optimizer, range(1))
+    saved = optimizer.state_dict()
+    saved["state"][saved["param_groups"][group]["params"][-1]][name] = torch.zeros(1)
+    with pytest.raises(ValueError, match=rf"its optimizer's {name} has the shape \(1,\), the parameter \(\d+"):
+        optimizer.load_state_dict(saved)
+
+
 # ---------------------------------------------------------------------------------------------------
 # Muon
 
