@@ -26,10 +26,9 @@ def print0(*words):
 def init_process(device):
     """
     Init torch.distributed under torchrun and pick the device. device: auto, cpu, cuda, cuda:N or mps.
-    Also allows TF32, and sets sys.excepthook. Returns rank, world_size, torch.device.
+    Also allows TF32. Returns rank, world_size, torch.device.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    sys.excepthook = excepthook
     for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be encoded or decoded
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -61,7 +60,7 @@ def init_process(device):
 
 
 def excepthook(kind, error, tb):
-    """One line for expected errors, the traceback for the rest. init_process sets it as sys.excepthook."""
+    """One line for expected errors, the traceback for the rest."""
     if issubclass(kind, KeyboardInterrupt):
         print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
@@ -77,6 +76,9 @@ def excepthook(kind, error, tb):
         fail(f"{kind.__name__}: {error}", alone=True)
     else:
         sys.__excepthook__(kind, error, tb)
+
+
+sys.excepthook = excepthook  # at import: loading a checkpoint, before init_process, may take long and fail, too
 
 
 def local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size):

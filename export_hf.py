@@ -10,7 +10,6 @@ values: the same function with a larger cache. All scripts here open such a fold
 """
 import json
 import re
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from chat_data import parse_mixture
 from checkpoint import describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
-from distributed import excepthook
 from import_hf import (GPT2_MODELS, LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, import_transformers,
                        transpose_matrices)
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
@@ -210,5 +208,4 @@ if __name__ == "__main__":
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights; float32 is exact
     shard_size: Positive = 5_000_000_000  # bytes per .safetensors file; a larger model gets several files
     overwrite: bool = False  # replace the export in out_dir
-    sys.excepthook = excepthook
     export(**configure(globals())[0])

@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -33,9 +34,9 @@ def drop_failed_writes(stream):
 
 class StopSignal:
     """
-    From its construction on, SIGTERM, SIGINT and SIGUSR1 (Slurm's, with --signal=USR1@60) set `requested`, and the
-    loop stops after its step. Schedulers and torchrun both forward them to every worker, so repeats within 5 seconds
-    count as one; a later one exits at once. Output that cannot be written is dropped.
+    From its construction on, SIGTERM, SIGINT, SIGUSR1 (Slurm's, with --signal=USR1@60) and SIGHUP (a closed terminal)
+    set `requested`, and the loop stops after its step. Schedulers and torchrun both forward them to every worker, so
+    repeats within 5 seconds count as one; a later one exits at once. Output that cannot be written is dropped.
     """
 
     def __init__(self, out_dir):
@@ -43,16 +44,19 @@ class StopSignal:
         for stream in (sys.stdout, sys.stderr):
             if stream:  # None if it was closed at the start
                 drop_failed_writes(stream)
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), self.request)
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows lacks two
+            if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # nohup ignores it
+                signal.signal(number, self.request)
 
     def request(self, number, frame):
         if not self.requested:
             self.requested, self.requested_at = True, time.monotonic()
-            if rank() == 0:  # not print, which may be what was interrupted
+            if rank() == 0:
                 name = signal.Signals(number).name
-                os.write(2, f"\n{name}: stopping after this step; again, after 5 seconds, exits at once\n".encode())
+                text = f"\n{name}: stopping after this step; again, after 5 seconds, exits at once\n"
+                with suppress(OSError):  # the terminal may be gone
+                    os.write(2, text.encode())  # not print, which may be what was interrupted
         elif time.monotonic() - self.requested_at > 5:
             raise KeyboardInterrupt(resume_hint(self.out_dir))
 

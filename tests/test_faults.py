@@ -52,8 +52,12 @@ def whole(shards, tmp_path_factory):
 def test_signals_within_five_seconds_count_as_one_and_a_later_one_says_how_to_resume(monkeypatch, capfd):
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)  # nohup: SIGHUP stays ignored
+    StopSignal("my out")
+    assert handlers.keys() == {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
     stop = StopSignal("my out")
-    assert handlers.keys() == {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1} and not stop.requested
+    assert handlers.keys() == {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP} and not stop.requested
     for number, handler in handlers.items():
         handler(number, None)
     assert stop.requested and capfd.readouterr().err.count("stopping after this step") == 1
@@ -82,6 +86,28 @@ def test_a_signal_saves_the_step_and_ends_with_code_0(shards, whole, tmp_path):
     run("train_gpt2.py", *args)  # there is nothing left to do, or to write
     check_same_run(whole, tmp_path)
     assert load(tmp_path, "ckpt_prev.pt")["iter_num"] == 50
+
+
+def test_a_closed_terminal_saves_the_step(shards, tmp_path):
+    """It sends SIGHUP, and takes no more output, not even that of the signal."""
+    close = """
+import os, signal, distributed
+step_seed = distributed.step_seed
+def seed_and_close(seed, step, rank):
+    if step == 3:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        os.kill(os.getpid(), signal.SIGHUP)
+    return step_seed(seed, step, rank)
+distributed.step_seed = seed_and_close
+"""
+    output = run(patched(tmp_path, "train_gpt2.py", close), *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+    assert "stopped after step 4, which is saved" in output and load(tmp_path / "o")["iter_num"] == 4
+
+
+def test_ctrl_c_before_the_process_is_set_up_is_one_line(tmp_path):
+    interrupt = "import signal, start\nstart.load_init_from = lambda *_: signal.raise_signal(signal.SIGINT)"
+    output = run(patched(tmp_path, "train_gpt2.py", interrupt), code=1)
+    assert output == "\ninterrupted\n"
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(shards, tmp_path):
