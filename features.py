@@ -35,7 +35,7 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
     if config.get("fsdp"):
         from extras.fsdp import ShardedModel, apply_fsdp
         apply_fsdp(model, loader.device, dtype, options)
-        state["model"] = ShardedModel(model)
+        state["model"] = ShardedModel(model, state["model"])
 
 
 @explain_missing

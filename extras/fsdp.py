@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from configurator import fail
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+WHOLE = dict(full_state_dict=True, cpu_offload=True)
 
 
 def apply_fsdp(model, device, dtype, options):
@@ -35,18 +35,23 @@ def apply_fsdp(model, device, dtype, options):
 
 class ShardedModel:
     """
-    The entry "model" of a checkpoint: the trained weights of a sharded model, whole, on the CPU of rank 0, {} on the
-    other ranks. All ranks call both methods; each has read the whole checkpoint before load_state_dict.
+    The entry "model" of a checkpoint: the weights of a sharded model that `entry`, itself or its adapters, would hold,
+    whole, on the CPU of rank 0, {} on the other ranks. All ranks call both methods; each has read the whole checkpoint
+    before load_state_dict.
     """
 
-    def __init__(self, model):
-        self.model = model
+    def __init__(self, model, entry):
+        self.model, self.names = model, list(entry.state_dict())
 
     def state_dict(self):
-        weights = get_model_state_dict(self.model, options=WHOLE)
-        return weights if dist.get_rank() == 0 else {}
+        adapters = len(self.names) < len(self.model.state_dict())  # then the frozen rest is not gathered
+        weights = get_model_state_dict(self.model, options=StateDictOptions(**WHOLE, ignore_frozen_params=adapters))
+        return {name: weights[name] for name in self.names} if dist.get_rank() == 0 else {}
 
     def load_state_dict(self, weights):
+        missing = set(self.names) - weights.keys()  # torch would keep them as they are
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
 
 
@@ -59,7 +64,7 @@ class ShardedOptimizer:
     def state_dict(self):
         named = {"state": {}, "param_groups": []}
         if self.optimizer.state:  # before the first step torch would take one, to have a state, and count it
-            named = get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
+            named = get_optimizer_state_dict(self.model, self.optimizer, options=StateDictOptions(**WHOLE))
         if dist.get_rank() > 0:
             return {}
         names = [name for group in named["param_groups"] for name in group["params"]]

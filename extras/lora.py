@@ -60,14 +60,14 @@ def add_adapters(model, targets, rank, alpha, dropout):
 
 
 class Adapters:
-    """The entry "model" of a LoRA run's checkpoint: the parameters that train."""
+    """The entry "model" of a LoRA run's checkpoint: the adapters, and what else trains."""
 
     def __init__(self, model):
         self.model = model
 
     def state_dict(self):
-        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name in trained}
+        kept = {name for name, p in self.model.named_parameters() if p.requires_grad or ".lora_" in name}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in kept}
 
     def load_state_dict(self, adapters):
         if adapters.keys() != self.state_dict().keys():

@@ -235,6 +235,17 @@ def test_an_entry_is_restored_whatever_its_value_and_a_missing_one_is_named(tmp_
     assert checkpointer.state["other"].value == "initial"
 
 
+def test_frozen_parameters_are_saved_and_a_checkpoint_without_them_is_refused(tmp_path, capsys):
+    checkpointer = new_checkpointer(tmp_path)
+    names = checkpointer.state["model"].requires_grad_(False).state_dict().keys()
+    checkpointer.save(0)
+    checkpoint = load_checkpoint(tmp_path)
+    assert checkpoint["model"].keys() == names
+    del checkpoint["model"]["transformer.h.0.ln_1.bias"]
+    line = error_line(capsys, checkpointer.resume, checkpoint, 9)
+    assert f"{tmp_path}/ckpt.pt" in line and '"transformer.h.0.ln_1.bias"' in line
+
+
 def test_a_run_resumes_with_its_data_and_no_fewer_steps(tmp_path, capsys):
     saved(tmp_path, 1.0, None, None)
     checkpointer, checkpoint = new_checkpointer(tmp_path), load_checkpoint(tmp_path)

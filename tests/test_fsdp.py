@@ -6,7 +6,7 @@ import torch
 
 from conftest import (COMPILED, LLAMA, MLA, SFT, TINY, chats, check_losses_of_a_cpu, check_resumed, error_line,
                       extra_flags, fail_writes, load, needs_gpu, optimizer_config, patched, read_log, run, small_gpt)
-from extras.fsdp import ShardedOptimizer, apply_fsdp
+from extras.fsdp import ShardedModel, ShardedOptimizer, apply_fsdp
 from optim import configure_optimizer
 
 ARGS = [*TINY, "--sample_tokens=0"]
@@ -62,12 +62,47 @@ def test_three_ranks_interrupted_equal_three_uninterrupted(shards, tmp_path):
     check_resumed("train_gpt2.py", args, tmp_path, ranks=3, stops=(5, 10))
 
 
+@pytest.mark.slow
+def test_with_frozen_layers_interrupted_equals_uninterrupted(shards, trained, tmp_path):
+    """They come from another run, so a resumed run that did not restore them would have other ones."""
+    freeze = """
+import features
+change_model = features.change_model
+def freeze_and_change(model, *rest):
+    model.transformer.h[0].requires_grad_(False)
+    change_model(model, *rest)
+features.change_model = freeze_and_change
+"""
+    args = [*ARGS, "--fsdp=True", f"--data_dir={shards}", f"--init_from={trained}"]
+    check_resumed(patched(tmp_path, "train_gpt2.py", freeze), args, tmp_path, ranks=2, stops=(5, 10))
+
+
 def test_all_ranks_end_when_the_last_save_fails(shards, tmp_path):
     program = patched(tmp_path, "train_gpt2.py", fail_writes([3]))
     output = run(program, *ARGS, f"--data_dir={shards}", "--fsdp=True", f"--out_dir={tmp_path}/o", "--max_iters=3",
                  ranks=2, code=2)
     assert f"WARNING: --out_dir={tmp_path}/o: step 3 could not be saved (OSError: no space)" in output
     assert output.count("error: ") == 1 and "step 3 could not be saved; resume with" in output
+
+
+def test_frozen_weights_are_saved_except_those_that_adapters_take_from_their_base(monkeypatch):
+    lora = pytest.importorskip("extras.lora")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    for gpt in (small_gpt("gpt2"), small_gpt("llama")):
+        gpt.transformer.wte.requires_grad_(False)
+        gpt.transformer.h[0].requires_grad_(False)
+        assert ShardedModel(gpt, gpt).state_dict().keys() == gpt.state_dict().keys()
+        lora.add_adapters(gpt, "attn", 2, 1.0, 0.0)
+        adapters = ShardedModel(gpt, lora.Adapters(gpt)).state_dict()
+        assert adapters and all(".lora_" in name for name in adapters)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused():
+    """torch's set_model_state_dict would leave them as they are: random."""
+    gpt, weights = small_gpt("gpt2"), small_gpt("gpt2").state_dict()
+    del weights["transformer.h.1.ln_2.bias"]
+    with pytest.raises(ValueError, match="it lacks transformer.h.1.ln_2.bias"):
+        ShardedModel(gpt, gpt).load_state_dict(weights)
 
 
 def test_a_rollback_to_the_first_step_forgets_the_moments():

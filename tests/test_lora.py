@@ -97,6 +97,14 @@ def test_dropout_is_on_the_adapters_input_and_in_training_alone():
     assert torch.equal(adapted.train()(tokens()), gpt(tokens()))  # all of their input is dropped
 
 
+def test_a_frozen_adapter_is_saved_too_and_so_is_what_trains_besides():
+    _, adapted = with_adapters("llama")
+    for name, p in adapted.named_parameters():
+        p.requires_grad_(name.endswith(("lora_B", "ln_f.weight")))
+    kept = Adapters(adapted).state_dict().keys()
+    assert kept == {name for name in adapted.state_dict() if ".lora_" in name or name == "transformer.ln_f.weight"}
+
+
 @pytest.mark.parametrize("targets", ["all", "attn"])
 def test_the_sanity_check_looks_at_adapters(targets, capsys):
     sanity = pytest.importorskip("extras.sanity")
