@@ -202,7 +202,7 @@ def load_teacher(loader, config, dtype, options):
     del model_args["local_heads"]  # neither changes what the teacher computes
     digest = digest_weights(model_args, net.state_dict())
     net.requires_grad_(False)
-    if config.get("fsdp") or config["shard_teacher"]:
+    if config.get("fsdp") or config.get("shard_teacher"):
         from extras.fsdp import apply_fsdp
         apply_fsdp(net, device, dtype, options)
     else:

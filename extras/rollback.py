@@ -29,7 +29,7 @@ class SpikeGuard:
         """
         stats, values = self.stats, {"loss": loss, "norm": grad_norm}
         for name, value in values.items():
-            limit = self.config[f"spike_{name}"]
+            limit = self.config.get(f"spike_{name}")
             if limit and stats["steps"] >= 50 and value > limit * stats[name]:
                 self.spike = (f"its {name}, {value:.4g}, is a spike: over {limit:g} times its average, "
                               f"{stats[name]:.4g}")

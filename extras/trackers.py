@@ -14,7 +14,7 @@ class Trackers:
 
     def __init__(self, config):
         self.config, self.started, self.services = config, False, []
-        project = config["wandb_project"] or os.environ.get("WANDB_PROJECT", "train-gpt2")
+        project = config.get("wandb_project") or os.environ.get("WANDB_PROJECT", "train-gpt2")
         self.wandb_run = {"id": uuid.uuid4().hex[:8], "project": project,
                           "name": os.environ.get("WANDB_NAME", Path(config["out_dir"]).resolve().name)}
 
@@ -39,7 +39,7 @@ class Trackers:
 
     def start(self, iter_num):
         self.started, out_dir = True, Path(self.config["out_dir"])
-        if self.config["wandb_log"]:
+        if self.config.get("wandb_log"):
             try:
                 import wandb
                 run = wandb.init(**self.wandb_run, resume="allow", dir=out_dir, config=self.config,
@@ -48,7 +48,7 @@ class Trackers:
             except Exception as error:  # not installed, no account, no network, ...
                 print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
                       f"pip install wandb; WANDB_MODE=offline keeps its files here")
-        if self.config["tensorboard"]:
+        if self.config.get("tensorboard"):
             try:
                 from torch.utils.tensorboard import SummaryWriter
                 # hide what a run that was killed had logged after the checkpoint from which it is resumed

@@ -127,3 +127,25 @@ def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
     step = int(re.search(r"stopped after step (\d+)", output)[1])
     output = run(mine, "--init_from=resume", f"--out_dir={tmp_path}/out", f"--max_iters={step + 1}")
     assert f"done after {step + 1} steps" in output
+
+
+OPTIONAL = {"eval_tasks", "task_dir", "sample_tokens", "wandb_log", "wandb_project", "tensorboard", "spam_interval",
+            "spam_warmup", "spam_theta", "sparsity", "prune_by", "prune_begin", "prune_end", "teacher",
+            "teacher_weight", "teacher_temperature", "learn_temperature", "teacher_cache", "shard_teacher",
+            "spike_loss", "spike_norm", "rollback_lr", "fsdp"}
+
+
+@pytest.mark.parametrize("kept", ["", "sparsity|prune_|spike_loss|rollback_lr|tensorboard|teacher|learn_temperature"],
+                         ids=["none", "four"])
+def test_a_copied_script_does_without_the_settings_it_has_lost(shards, trained, tmp_path, kept):
+    """All of the optional ones, or some of a feature that is in use."""
+    lost = [name for name in OPTIONAL if not kept or not re.match(kept, name)]
+    source, n = re.subn(rf"^({'|'.join(lost)}): .*\n", "", (ROOT / "train_gpt2.py").read_text(), flags=re.MULTILINE)
+    (tmp_path / "mine.py").write_text(source)
+    flags = extra_flags(prune=["--sparsity=0.5"], rollback=["--spike_loss=3"], trackers=["--tensorboard=True"],
+                        distill=[f"--teacher={trained}"])
+    args = [flag for flag in TINY if "sample_tokens" not in flag] + (flags if kept else [])
+    output = run(tmp_path / "mine.py", *args, f"--data_dir={shards}", f"--out_dir={tmp_path}/out", "--max_iters=3")
+    assert n > 0 and "done after 3 steps" in output
+    output = run(tmp_path / "mine.py", "--init_from=resume", f"--out_dir={tmp_path}/out", "--max_iters=4")
+    assert "done after 4 steps" in output
