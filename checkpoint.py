@@ -17,12 +17,15 @@ from pathlib import Path
 import torch
 from filelock import FileLock  # torch brings it
 
-from configurator import fail, format_error, one_line_errors
+from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
 from distributed import print0, rank
 from model import GPT, GPTConfig
-from tokenizer import padded_vocab_size
+from tokenizer import padded_vocab_size, sanitize
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
+# what each checkpoint holds, besides model_args
+ENTRIES = {"model": dict, "config": dict, "tokenizer": str, "stage": str, "iter_num": int, "val_loss": float,
+           "val_iter": int | None}
 BASE = "ckpt_base.pt"  # beside adapters: a link to the model they were trained on
 
 
@@ -51,19 +54,23 @@ def load_checkpoint(path, merge=True):
             checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
             if "block_size" in checkpoint["model_args"]:
                 checkpoint = convert_nanogpt(checkpoint)
-            for key in ("model", "config", "tokenizer", "stage", "iter_num", "val_loss", "val_iter"):
-                checkpoint[key]  # or it is a checkpoint of something else
+            for key, kind in ENTRIES.items():
+                if not isinstance(checkpoint[key], kind):
+                    raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
             # older checkpoints have no norm_eps
             checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
+            for name, value in checkpoint["model_args"].items():
+                kind = GPTConfig.__annotations__[name]
+                check(f"{candidate}: {name}", value, Positive if kind is int else kind)
+            checkpoint["path"] = str(candidate)
+            if merge and "lora" in checkpoint:
+                merge_adapters(checkpoint)
         except Exception as error:  # a damaged file may raise anything
             problem = format_error(error)
             continue
-        checkpoint["path"] = str(candidate)
         if candidate == path / CHECKPOINTS[1]:
             print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, {candidate}, "
                    f"step {checkpoint['iter_num']}")
-        if merge and "lora" in checkpoint:
-            merge_adapters(checkpoint)
         return checkpoint
     fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its folder, a "
          f"Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
@@ -72,8 +79,8 @@ def load_checkpoint(path, merge=True):
 def load_model(path, device):
     """The GPT in a checkpoint, in eval mode on `device`, and the checkpoint without its weights and optimizer."""
     checkpoint = load_checkpoint(path)
-    model = GPT(GPTConfig(**checkpoint["model_args"]))
     with one_line_errors(path):
+        model = GPT(GPTConfig(**checkpoint["model_args"]))
         model.load_state_dict(checkpoint.pop("model"))
     checkpoint.pop("optimizer", None)
     return model.to(device).eval(), checkpoint
@@ -83,11 +90,11 @@ def describe_model(checkpoint):
     """The model in a checkpoint, in one line."""
     args, val_loss = checkpoint["model_args"], checkpoint["val_loss"]
     trained = f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
-    return (f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
-            f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
-            f"tokenizer {checkpoint['tokenizer']}"
-            + (trained if math.isfinite(val_loss) else "")
-            + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))
+    return sanitize(f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
+                    f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
+                    f"tokenizer {checkpoint['tokenizer']}"
+                    + (trained if math.isfinite(val_loss) else "")
+                    + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))
 
 
 def digest_weights(facts, state_dict, rows=None):
@@ -231,30 +238,32 @@ class Checkpointer:
 
     def resume(self, checkpoint, max_iters):
         """Restores a run from load_checkpoint(out_dir, merge=False), if it can be continued. Returns iter_num."""
-        if max_iters < checkpoint["iter_num"]:
-            fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; give "
-                 f"more")
-        if checkpoint["data"] != self.facts["data"]:
-            fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data start a "
-                 f"new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
-        unused = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
-        if unused:
-            print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
-        self.facts |= {key: checkpoint[key] for key in ("val_loss", "val_iter", "best_val_loss")}
-        iter_num = self.restore(checkpoint)
+        with one_line_errors(checkpoint["path"]):
+            if not 0 <= checkpoint["iter_num"] <= max_iters:
+                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; "
+                     f"give more")
+            if checkpoint["data"] != self.facts["data"]:
+                fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data "
+                     f"start a new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
+            unused = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
+            if unused:
+                print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
+            check(f"{checkpoint['path']}: rows_seen", checkpoint.get("rows_seen", 0), NonNegative)
+            self.facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
+                           "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}
+            iter_num = self.restore(checkpoint)
         print0(f"resumed at step {iter_num}")
         return iter_num
 
     def restore(self, checkpoint, skip=()):
         """Restores the state from a checkpoint, except the entries in `skip`. Returns iter_num."""
-        with one_line_errors(checkpoint["path"], errors=(RuntimeError, KeyError, ValueError)):
-            for key, entry in self.state.items():
-                if key in skip:
-                    continue
-                if key not in checkpoint:
-                    print0(f"WARNING: {checkpoint['path']} has no {key}: it keeps its initial state")
-                elif checkpoint[key] != {}:  # the state of a loss scale that was off
-                    entry.load_state_dict(checkpoint[key])
+        for key, entry in self.state.items():
+            if key in skip:
+                continue
+            if key not in checkpoint:
+                print0(f"WARNING: {checkpoint['path']} has no {key}: it keeps its initial state")
+            elif key != "scaler" or checkpoint[key]:  # empty if the loss scale was off
+                entry.load_state_dict(checkpoint[key])
         self.keep_previous = checkpoint["path"] == str(self.out_dir / "ckpt.pt")  # else ckpt.pt is damaged
         self.saved_iter = checkpoint["iter_num"]
         return checkpoint["iter_num"]

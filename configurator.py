@@ -61,7 +61,8 @@ def fail(message, alone=False):
     the same way and only the first of each machine prints, unless this rank may be the only one to fail (`alone`).
     """
     if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        text = re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", message)  # no escape sequences for the terminal
+        print(f"error: {text}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 

@@ -39,7 +39,7 @@ def init_process(device):
     elif world_size > 1 and device != "cpu":
         fail(f"--device={device}: under torchrun expected cuda, which gives each rank its own GPU, or cpu")
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, device=device).item()  # the device meta has no values
     except Exception as error:  # maybe on this rank alone: more ranks than GPUs
         fail(f"--device={device}: {format_error(error)}; expected auto, cpu, cuda, cuda:N or mps; torchrun needs one "
              f"GPU per rank", alone=True)

@@ -1,9 +1,11 @@
 """How a run starts: from scratch, from weights, or resumed; with which settings; in which folder; on which machine."""
 import json
+import sys
+import typing
 from pathlib import Path
 
 from checkpoint import has_checkpoint, load_checkpoint
-from configurator import fail, one_line_errors
+from configurator import check, fail, one_line_errors
 from distributed import print0, rank
 from machine import describe_machine
 
@@ -60,11 +62,12 @@ def take_settings(config, overrides, checkpoint):
     Copies the settings of a resumed run's checkpoint into `config`. Overrides win and are printed; an override of a
     FIXED setting exits with an error.
     """
+    hints = typing.get_type_hints(sys.modules["__main__"], include_extras=True)  # of the script's settings
     for key, before in checkpoint["config"].items():
         if key not in config or key in PER_START:
             continue
         if key not in overrides or key == "init_from":  # what the run began with, not "resume"
-            config[key] = before
+            config[key] = check(f"{checkpoint['path']}: {key}", before, hints[key]) if key in hints else before
         elif overrides[key] != before:
             if key in FIXED:
                 fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "

@@ -1,23 +1,32 @@
 """Checkpoints: one is always whole; which are kept, resumed, refused, or give way to the one before."""
+import copy
+import functools
 import json
 import math
+import operator
 import os
 import resource
 import shutil
+import sys
+import types
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from checkpoint import Checkpointer, load_checkpoint, load_model
-from conftest import (ROOT, TINY, damage, error_line, fail_writes, load, one_line_or_works, patched, refused, run,
-                      same)
+from checkpoint import Checkpointer, describe_model, load_checkpoint, load_model
+from configurator import NonNegativeFloat, Positive, Seed
+from conftest import (ROOT, TINY, damage, error_line, fail_writes, load, one_line_or_works, optimizer_config, patched,
+                      refused, run, same, save_model, small_gpt)
 from model import GPT, GPTConfig
-from start import check_out_dir
+from optim import configure_optimizer
+from start import check_out_dir, take_settings
 
 ARGS = [*TINY, "--sample_tokens=0"]
+GONE = object()
 
 
 class Entry:
@@ -209,6 +218,89 @@ def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp
                                 f"--out_dir={tmp_path}/o")
 
 
+WEIGHT = "transformer.h.0.mlp.c_fc.weight"
+CRAFTED = {  # what is changed -> what it is changed to; GONE: taken out
+    "model": [[], {}, "x", None, 3, {1: torch.zeros(1)}, torch.zeros(3), GONE],
+    f"model/{WEIGHT}": ["x", 3, None, [], {}, torch.zeros(1), torch.zeros(()), torch.ones(32, 8).to_sparse(), GONE],
+    "model/more": [torch.zeros(1), 1], "config": [[], "x", None, 3, GONE],
+    "model_args": [[], {}, "x", None, 3, GONE], "model_args/more": [1],
+    "model_args/n_layer": ["1", 1.0, 0, -1, 2, None, True], "model_args/n_head": ["1", 1.0, 0, -1, 3, None],
+    "model_args/n_embd": ["8", 8.0, 0, -8, 16, None], "model_args/vocab_size": ["384", 384.0, 0, -1, 256, None],
+    "model_args/max_seq_len": ["8", 8.0, 0, -8, 4, None], "model_args/intermediate_size": ["x", 0, -1],
+    "model_args/arch": ["x", 3, None, ["gpt2"], "llama"], "model_args/attention": ["x", None, "mla"],
+    "model_args/dropout": ["0.1", None, True, 2.0, -1.0, math.nan], "model_args/qk_norm": ["yes", 1],
+    "model_args/rope_theta": ["x", None, math.nan], "model_args/norm_eps": ["x", math.nan],
+    "model_args/gelu": [None, 1],
+    "tokenizer": [3, None, ["bytes"], GONE], "stage": [3, None, GONE],
+    "iter_num": [-1, "3", 2.5, math.nan, None, [], 10 ** 30, GONE],
+    "val_loss": ["3.0", None, [1], {}, torch.ones(2), 10 ** 400, GONE], "val_iter": ["x", 2.5, [], GONE],
+    "best_val_loss": ["x", None, [], GONE], "data": [3, None, {}, GONE], "rows_seen": ["x", -1, None, 1.5, []],
+    "optimizer": [[], {}, "x", None, 3, {"state": {}, "param_groups": []}, {"state": {}}],
+    "optimizer/state": [[], None, 3, "x", {0: 3}, {0: []}, GONE],
+    "optimizer/param_groups": [[], None, "x", 3, [3], [{}]],
+    "optimizer/state/0/exp_avg": ["x", None, 3, [], torch.zeros(1), torch.zeros(())],
+    "lora": [3, {}, {"alpha": "x", "path": 3, "absolute": None, "fingerprint": 1}]}
+
+
+def crafted(checkpoint):
+    """Yields a description of each, and the changed checkpoint."""
+    for path, values in CRAFTED.items():
+        *parents, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+        for value in values:
+            changed = copy.deepcopy(checkpoint)
+            entry = functools.reduce(operator.getitem, parents, changed)
+            entry[last] = value
+            if value is GONE:
+                del entry[last]
+            yield f"{path} = {value}", changed
+
+
+def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path, capsys):
+    """All its checksums are right. A script opens it, or a run resumes from it; neither may end in a traceback."""
+    checkpointer = new_checkpointer(tmp_path, rows_seen=Entry(8))
+    gpt = checkpointer.state["model"]
+    checkpointer.state["optimizer"] = optimizer = configure_optimizer(gpt, optimizer_config())
+    gpt(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
+    optimizer.step()
+    checkpointer.save(0, 3.0)
+
+    def open_and_resume():
+        describe_model(load_model(tmp_path, "cpu")[1])
+        checkpointer.resume(load_checkpoint(tmp_path), 9)
+
+    open_and_resume()
+    for i, (change, checkpoint) in enumerate(crafted(load(tmp_path))):
+        torch.save(checkpoint, tmp_path / "ckpt.pt")
+        try:
+            line = error_line(capsys, open_and_resume)
+        except Exception as error:
+            pytest.fail(f"{change}: {type(error).__name__}: {error}")
+        print(f"{change}: {line}")
+    assert i > 150
+
+
+@pytest.mark.parametrize("name, value", [("learning_rate", "x"), ("learning_rate", -1.0), ("batch_size", 4.0),
+                                         ("batch_size", None), ("lr_schedule", "linear"), ("seed", -1)])
+def test_a_setting_in_a_checkpoint_is_checked_like_one_in_a_file_unless_it_is_overridden(monkeypatch, capsys, name,
+                                                                                         value):
+    hints = {"learning_rate": NonNegativeFloat, "batch_size": Positive, "lr_schedule": Literal["cosine", "wsd"],
+             "seed": Seed}
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(__annotations__=hints))
+    config, checkpoint = {name: "default"}, {"path": "out/ckpt.pt", "config": {name: value, "gone": 1}}
+    line = error_line(capsys, take_settings, config, {}, checkpoint)
+    assert f"out/ckpt.pt: {name}={value!r}: expected " in line
+    take_settings({"seed": 3}, {}, {**checkpoint, "config": {"seed": 7}})
+    monkeypatch.setattr("start.FIXED", ())
+    take_settings(config, {name: 1}, checkpoint)
+
+
+def test_a_checkpoint_sends_no_escape_sequence_to_the_terminal(tmp_path, capsys):
+    save_model(tmp_path, small_gpt("gpt2"), stage="\x1b[2J", tokenizer="\x9b2J")
+    assert "\ufffd[2J model" in describe_model(load_model(tmp_path, "cpu")[1])
+    save_model(tmp_path, small_gpt("gpt2"), iter_num="\x1b[2J", model_args={"\x1b[2J": 1})
+    assert "\x1b" not in error_line(capsys, load_checkpoint, tmp_path)
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_damage_is_refused_in_one_line_or_does_no_harm(tmp_path_factory, capsys, data):
@@ -222,13 +314,13 @@ def test_random_damage_is_refused_in_one_line_or_does_no_harm(tmp_path_factory, 
     assert opened is None or same(opened["model"], load(whole)["model"])
 
 
-@pytest.mark.parametrize("value", [0, 0.0, [], torch.zeros(3), {"n": 1}])
+@pytest.mark.parametrize("value", [0, 0.0, [], {}, torch.zeros(3), {"n": 1}])
 def test_an_entry_is_restored_whatever_its_value_and_a_missing_one_is_named(tmp_path, capsys, value):
-    saved(tmp_path, None, entry=Entry(value), gone=Entry(1), empty=Entry({}))
-    checkpointer = new_checkpointer(tmp_path, entry=Entry("initial"), other=Entry("initial"), empty=Entry("initial"))
+    saved(tmp_path, None, entry=Entry(value), gone=Entry(1), scaler=Entry({}))
+    checkpointer = new_checkpointer(tmp_path, entry=Entry("initial"), other=Entry("initial"), scaler=Entry("initial"))
     checkpointer.resume(load_checkpoint(tmp_path), 9)
     assert same(checkpointer.state["entry"].value, value)
-    assert [checkpointer.state[name].value for name in ("other", "empty")] == ["initial"] * 2
+    assert [checkpointer.state[name].value for name in ("other", "scaler")] == ["initial"] * 2
     output = capsys.readouterr().out
     assert "has no other: it keeps its initial state" in output and "WARNING: nothing here uses gone of" in output
     checkpointer.restore({**load_checkpoint(tmp_path), "other": 1}, skip=("other",))

@@ -448,7 +448,7 @@ def test_a_checkpoint_samples(trained):
 
 def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_can_show(monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
-    for device in ("tpu", "cuda:7"):
+    for device in ("tpu", "cuda:7", "meta"):
         assert f"--device={device}: " in error_line(capsys, init_process, device)
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
