@@ -247,14 +247,20 @@ def tuning(folder, seed):
     return Checkpointer(folder / "tuned", {"model": Adapters(gpt), "lora": lora}, facts)
 
 
-def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path):
-    tuning(tmp_path, 0).save(0)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path, symbolic):
+    checkpointer = tuning(tmp_path, 0)
+    if symbolic:
+        (tmp_path / "base" / "ckpt.pt").rename(tmp_path / "elsewhere.pt")
+        (tmp_path / "base" / "ckpt.pt").symlink_to(tmp_path / "elsewhere.pt")
+    checkpointer.save(0)
     assert os.path.samefile(tmp_path / "base" / "ckpt.pt", tmp_path / "tuned" / "ckpt_base.pt")
+    (tmp_path / "elsewhere.pt").unlink(missing_ok=True)
     merged = load_checkpoint(tmp_path / "tuned")["model"]
     for _ in range(2):
         write_checkpoint(tmp_path / "base", load_checkpoint(save_model(tmp_path / "other", new_gpt("llama", 2))))
     assert same(load_checkpoint(tmp_path / "tuned")["model"], merged)
-    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "base" / "ckpt.pt").unlink()
     shutil.move(tmp_path / "tuned", tmp_path / "moved")
     assert same(load_checkpoint(tmp_path / "moved")["model"], merged)
 
