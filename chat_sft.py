@@ -37,7 +37,7 @@ from tokenizer import chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------
 # settings
-out_dir: str = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
+out_dir: str | None = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 100  # evaluate and save a checkpoint every this many steps

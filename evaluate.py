@@ -40,7 +40,7 @@ from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
 from sample import generate, generation_limits
-from tokenizer import chat_tokens, get_tokenizer, render_chat, sanitize
+from tokenizer import chat_tokens, get_tokenizer, render_chat
 
 TASKS = {  # name on the hub, configuration, split
     "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels
@@ -310,7 +310,7 @@ if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")  # no TF32
     model, meta = load_model(checkpoint, torch_device)
     tokenizer = get_tokenizer(meta["tokenizer"])
-    print0(sanitize(describe_model(meta)))
+    print0(describe_model(meta))
     print0(f"reading {tasks or 'no task'} ...")
     examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
                 for task in (tasks.replace(" ", "").split(",") if tasks else [])}

@@ -186,7 +186,7 @@ if __name__ == "__main__":
     _, _, torch_device = init_process(device)
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     model, loaded = load_model(checkpoint, torch_device)
-    print(sanitize(describe_model(loaded)))
+    print(describe_model(loaded))
     tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
     limits = generation_limits(tokenizer, chat)
     if compile:

@@ -1,11 +1,13 @@
 """How a run starts: from scratch, from weights, or resumed; with which settings; in which folder; on which machine."""
+import atexit
 import json
-import sys
-import typing
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 from checkpoint import has_checkpoint, load_checkpoint
-from configurator import check, fail, one_line_errors
+from configurator import fail, one_line_errors
 from distributed import print0, rank
 from machine import describe_machine
 
@@ -21,6 +23,8 @@ def load_init_from(config, overrides, stage):
     its checkpoint, except those overridden now; a run that starts from other weights takes those of their model.
     stage: base | chat. Returns (checkpoint or None, resuming).
     """
+    if config["out_dir"] is None:
+        config["out_dir"] = make_temporary_folder()
     out_dir, init_from = config["out_dir"], config["init_from"]
     auto = init_from == "auto" or init_from.startswith("auto:")
     resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
@@ -57,17 +61,29 @@ def load_init_from(config, overrides, stage):
     return checkpoint, resuming
 
 
+def make_temporary_folder():
+    """The out_dir of a run that keeps nothing, one for all ranks of a machine. Rank 0 removes it when it exits."""
+    folder = Path(tempfile.gettempdir(), f"run-{os.getppid() if 'RANK' in os.environ else os.getpid()}")
+
+    def remove():
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"--out_dir=None: {folder} is removed")
+
+    if rank() == 0:
+        atexit.register(remove)
+    return str(folder)
+
+
 def take_settings(config, overrides, checkpoint):
     """
     Copies the settings of a resumed run's checkpoint into `config`. Overrides win and are printed; an override of a
     FIXED setting exits with an error.
     """
-    hints = typing.get_type_hints(sys.modules["__main__"], include_extras=True)  # of the script's settings
     for key, before in checkpoint["config"].items():
         if key not in config or key in PER_START:
             continue
         if key not in overrides or key == "init_from":  # what the run began with, not "resume"
-            config[key] = check(f"{checkpoint['path']}: {key}", before, hints[key]) if key in hints else before
+            config[key] = before
         elif overrides[key] != before:
             if key in FIXED:
                 fail(f"--{key}={overrides[key]}: the checkpoint was trained with {before}, and a resumed run cannot "

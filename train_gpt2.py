@@ -30,7 +30,7 @@ from start import check_out_dir, load_init_from, report_settings
 
 # -----------------------------------------------------------------------------
 # settings
-out_dir: str = "out"  # checkpoints, config.json, log.jsonl and loss.png
+out_dir: str | None = "out"  # checkpoints, config.json, log.jsonl and loss.png; None: keep nothing
 init_from: str = "scratch"  # scratch | resume | auto, auto:PATH (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 500  # evaluate and save a checkpoint every this many steps

@@ -7,23 +7,19 @@ import operator
 import os
 import resource
 import shutil
-import sys
-import types
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from checkpoint import Checkpointer, describe_model, load_checkpoint, load_model
-from configurator import NonNegativeFloat, Positive, Seed
 from conftest import (ROOT, TINY, damage, error_line, fail_writes, load, one_line_or_works, optimizer_config, patched,
                       refused, run, same, save_model, small_gpt)
 from model import GPT, GPTConfig
 from optim import configure_optimizer
-from start import check_out_dir, take_settings
+from start import check_out_dir
 
 ARGS = [*TINY, "--sample_tokens=0"]
 GONE = object()
@@ -277,21 +273,6 @@ def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path, capsys):
             pytest.fail(f"{change}: {type(error).__name__}: {error}")
         print(f"{change}: {line}")
     assert i > 150
-
-
-@pytest.mark.parametrize("name, value", [("learning_rate", "x"), ("learning_rate", -1.0), ("batch_size", 4.0),
-                                         ("batch_size", None), ("lr_schedule", "linear"), ("seed", -1)])
-def test_a_setting_in_a_checkpoint_is_checked_like_one_in_a_file_unless_it_is_overridden(monkeypatch, capsys, name,
-                                                                                         value):
-    hints = {"learning_rate": NonNegativeFloat, "batch_size": Positive, "lr_schedule": Literal["cosine", "wsd"],
-             "seed": Seed}
-    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(__annotations__=hints))
-    config, checkpoint = {name: "default"}, {"path": "out/ckpt.pt", "config": {name: value, "gone": 1}}
-    line = error_line(capsys, take_settings, config, {}, checkpoint)
-    assert f"out/ckpt.pt: {name}={value!r}: expected " in line
-    take_settings({"seed": 3}, {}, {**checkpoint, "config": {"seed": 7}})
-    monkeypatch.setattr("start.FIXED", ())
-    take_settings(config, {name: 1}, checkpoint)
 
 
 def test_a_checkpoint_sends_no_escape_sequence_to_the_terminal(tmp_path, capsys):

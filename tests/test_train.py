@@ -3,6 +3,7 @@ import functools
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -114,6 +115,15 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(shards, trained, tmp_
 def test_with_two_ranks_muon_and_dropout_too(shards, tmp_path):
     check_resumed("train_gpt2.py", [*TINY, *LLAMA, "--embed_norm=True", "--local_heads=True", "--optimizer=muon",
                                     "--dropout=0.1", f"--data_dir={shards}"], tmp_path, ranks=2)
+
+
+@pytest.mark.slow
+def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
+    command = [sys.executable, f"{ROOT}/train_gpt2.py", *TINY, f"--data_dir={shards}", "--max_iters=3", "--out_dir=None"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("run-*")), done.stdout + done.stderr
+    folder = re.search("--out_dir=None: (.*) is removed", done.stdout)[1]
+    assert f"checkpoint: {folder}/ckpt.pt" in done.stdout and not list(Path.cwd().glob("None*"))
 
 
 def test_each_step_drops_other_units(tmp_path):
