@@ -113,8 +113,10 @@ def test_the_loss_curve_is_that_of_a_plain_loop_over_single_conversations(base, 
         assert log["grad_norm", step + 1] == pytest.approx(norm.item(), rel=1e-3)
 
 
-def test_two_ranks_with_unequal_targets_train_the_model_of_one(start, tasks, sft, rows, tmp_path):
-    run("chat_sft.py", *start, *tasks, f"--out_dir={tmp_path}", ranks=2)
+@pytest.mark.parametrize("ranks, flags", [(2, []), pytest.param(
+    4, ["--batch_size=1", "--gradient_accumulation_steps=4", "--eval_iters=8"], marks=pytest.mark.slow)])
+def test_ranks_with_unequal_targets_train_the_model_of_one(start, tasks, sft, rows, tmp_path, ranks, flags):
+    run("chat_sft.py", *start, *tasks, *flags, f"--out_dir={tmp_path}", ranks=ranks)
     one, two = (read_log(out_dir, "train_loss", "val_loss", "grad_norm", "targets", "hellaswag_acc",
                          "hellaswag_acc_norm", "hellaswag_n") for out_dir in (sft[0], tmp_path))
     assert one.keys() == two.keys()

@@ -215,8 +215,9 @@ def test_without_a_compiler_it_runs_uncompiled_with_a_warning(tmp_path, monkeypa
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert compile_options(config, CPU) is None
     assert re.search(r"WARNING: torch.compile cannot work here \(.*No working C\+\+ compiler", capsys.readouterr().out)
-    line = error_line(capsys, compile_options, {**config, "compile_backend": "fastest"}, CPU)
-    assert "--compile_backend=fastest: " in line and "inductor" in line
+    for backend in ("fastest", "cudagraphs"):
+        line = error_line(capsys, compile_options, {**config, "compile_backend": backend}, CPU)
+        assert f"--compile_backend={backend}: " in line and "inductor" in line and "cudagraphs" not in line[40:]
 
 
 # -----------------------------------------------------------------------------
