@@ -184,6 +184,9 @@ checkpoint = None  # frees its memory
 print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
        f"{num_iters * global_batch_size / len(train_rows):.2f} epochs; "
        f"{world_size} x {torch_device.type}, {amp_dtype}")
+if len(train_rows) < global_batch_size:
+    print0(f"WARNING: a step has {global_batch_size} rows, but there are only {len(train_rows)}: lower "
+           f"--gradient_accumulation_steps or --batch_size, and raise --epochs")
 report_settings(config, overrides, torch_device)
 compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, num_iters, eval_interval, loader, orig_model.flops_per_token(max_seq_len),

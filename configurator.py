@@ -188,7 +188,8 @@ def print_help(namespace, settings):
     """A script's docstring, and its settings as they stand in the source, with defaults and comments."""
     source = Path(namespace["__file__"]).read_text(encoding="utf-8")
     lines = [(namespace["__doc__"] or "").strip(), "",
-             "settings, written as --name=value or --name value, or as name = value in a config file:"]
+             "settings, written as --name=value or --name value, or as name = value in a config file "
+             "(Fraction: 0 to 1; BelowOne: 0 to less than 1):"]
     lines += [f"  {line}" for line, name in re.findall(r"^ *((\w+): .+ = .+)$", source, re.MULTILINE)
               if name in settings]
     with suppress(BrokenPipeError):  # `| head` closed it; print would fail again at exit

@@ -294,7 +294,7 @@ if __name__ == "__main__":
     task_dir: str | None = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
     max_problems: Positive | None = None  # examples of each task, evenly spaced; None: all
     data_dir: str | None = None  # shards for the validation loss and bits per byte
-    eval_iters: Positive = 64  # batches of the validation loss: the first rows of val, as in training
+    eval_iters: Positive = 64  # batches of the validation loss: the first rows of val (training has its own number)
     batch_size: Positive = 16  # rows at a time, on each rank
     max_new_tokens: Positive = 256  # gsm8k: length of an answer
     output: str | None = None  # JSON file for the results, example by example
@@ -311,7 +311,8 @@ if __name__ == "__main__":
     model, meta = load_model(checkpoint, torch_device)
     tokenizer = get_tokenizer(meta["tokenizer"])
     print0(describe_model(meta))
-    print0(f"reading {tasks or 'no task'} ...")
+    if tasks:
+        print0(f"reading {tasks} ...")
     examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
                 for task in (tasks.replace(" ", "").split(",") if tasks else [])}
 

@@ -49,6 +49,6 @@ def describe_machine(device):
     else:
         name = platform.processor()
     folder = os.path.dirname(os.path.abspath(__file__))
-    code, commit = subprocess.getstatusoutput(f'git -C "{folder}" rev-parse --short HEAD')
+    code, commit = subprocess.getstatusoutput(f'git -C "{folder}" describe --always --dirty --exclude="*"')
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
             "commit": commit if code == 0 else None}

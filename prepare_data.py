@@ -56,7 +56,10 @@ def find_source(files, dataset, dataset_config, dataset_split):
         paths = sorted({path for pattern in files.split(",")
                         for path in glob.glob(pattern.strip(), recursive=True) or [pattern]})
         source = {"files": [[path, os.path.getsize(path)] for path in paths]}
-        [kind] = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
+        kinds = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
+        if len(kinds) > 1 or not kinds < READERS.keys():
+            raise ValueError(f"found {', '.join(sorted(kinds))}")
+        kind = kinds.pop()
         return source, {"data_files": [*map(glob.escape, paths)], "split": "train", **READERS[kind]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}, {}
@@ -259,8 +262,8 @@ if __name__ == "__main__":
              "to them; train on them as they are, or give another --data_dir")
     else:
         with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "the same command resumes "
-                             "after the complete shards, unless a file must be mended or left out: then give another "
-                             "--data_dir", (Exception, KeyboardInterrupt)):
+                             "after the complete shards" + (", unless a file must be mended or left out: then give "
+                             "another --data_dir" if files else ""), (Exception, KeyboardInterrupt)):
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
@@ -281,4 +284,5 @@ if __name__ == "__main__":
     write_meta(folder, meta)
     print(f"{folder}: {summary}\n"
           f"the first {recipe['val_tokens']:,} tokens are for validation; train on the rest:\n"
-          f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}--data_dir={folder}")
+          f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}--data_dir={folder}"
+          f"{'' if dataset == 'python' else f' --out_dir=out-{folder.name}'}")

@@ -230,7 +230,8 @@ if __name__ == "__main__":
 
     # chat
     if loaded["stage"] != "chat":
-        print("this is a base model: it has not learned to answer (python chat_sft.py teaches it)")
+        print("this is a base model: it has not learned to answer (python chat_sft.py "
+              f"--init_from={checkpoint} --data=... teaches it)")
     if not text:
         with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()

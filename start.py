@@ -66,8 +66,9 @@ def make_temporary_folder():
     folder = Path(tempfile.gettempdir(), f"run-{os.getppid() if 'RANK' in os.environ else os.getpid()}")
 
     def remove():
-        shutil.rmtree(folder, ignore_errors=True)
-        print(f"--out_dir=None: {folder} is removed")
+        if folder.exists():
+            shutil.rmtree(folder)
+            print(f"--out_dir=None: {folder} is removed")
 
     if rank() == 0:
         atexit.register(remove)

@@ -91,6 +91,9 @@ class Lora:
         else:
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")
+            if checkpoint["stage"] == "base":
+                print0("WARNING: a base model has not learned the chat tokens, and LoRA does not train them: tune it "
+                       "in full first")
             self.base = {"alpha": config["lora_alpha"], "path": path, "absolute": os.path.abspath(path),
                          "fingerprint": fingerprint(checkpoint)}
         torch.manual_seed(config["seed"])

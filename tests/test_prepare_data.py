@@ -234,7 +234,7 @@ def test_names_that_the_terminal_cannot_show(tmp_path, encoding):
     code, output = run_script(tmp_path, f"--files={name}.txt", f"--data_dir={name}", "--tokenizer=bytes",
                               "--val_tokens=9", encoding=encoding)
     shown = {"ascii": "???", "utf-8": "\u00e9\u3042?"}[encoding]
-    assert code == 0 and f"opening {shown}.txt" in output and f"--data_dir={shown}\n" in output
+    assert code == 0 and f"opening {shown}.txt" in output and f"--data_dir={shown} --out_dir=out-{shown}\n" in output
     assert all_tokens(tmp_path / name) == bytes_tokens(["text " * 9])
 
 
@@ -416,7 +416,7 @@ def test_nanogpts_files_are_read_without_a_header(tmp_path, capsys):
 @pytest.mark.parametrize("args, words", [
     ("--files=no/*.txt", "--files=no/*.txt: FileNotFoundError"),
     ("--files=a.txt,missing.txt", "'missing.txt'"),
-    ("--files=a.csv", "--files=a.csv: KeyError: '.csv'; expected files of one kind, .parquet, .jsonl, .json, .txt"),
+    ("--files=a.csv", "--files=a.csv: found .csv; expected files of one kind, .parquet, .jsonl, .json, .txt"),
     ("--files=a.txt,b.jsonl", "expected files of one kind"),
     ("--files=a.txt --dataset=python", "leave out --dataset"),
     ("--files=a.txt --dataset_split=test", "leave out --dataset, --dataset_config and --dataset_split"),
