@@ -2,6 +2,7 @@
 Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate, gradient norm, tokens/s over tokens.
 """
 import json
+from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -43,6 +44,10 @@ def draw(log, picture):
         ax.grid(alpha=0.3)
         ax.legend()
     figure.supxlabel("tokens")
+    settings = log.with_name("config.json")
+    if settings.exists():
+        machine = json.loads(settings.read_text(encoding="utf-8"))["machine"]
+        figure.text(0.99, 0.01, "{device}, torch {torch}, commit {commit}".format(**machine), ha="right", fontsize=7)
     figure.savefig(picture)
 
 
@@ -50,7 +55,7 @@ def plot_hook(out_dir):
     def hook(iter_num, done):
         if rank() == 0:
             try:
-                draw(f"{out_dir}/log.jsonl", f"{out_dir}/loss.png")
+                draw(Path(out_dir, "log.jsonl"), f"{out_dir}/loss.png")
             except Exception as error:  # a picture is no reason to stop
                 print(f"{out_dir}/loss.png is not drawn: {error}")
         return {}

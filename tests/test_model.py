@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+import evaluate
 import model as model_module
 from conftest import SMALL, VARIANTS, literals, new_gpt, packed, tokens
 from export_hf import to_hf
@@ -199,6 +200,22 @@ def test_the_gradient_is_that_of_the_loss(loss_inputs, monkeypatch):
     assert torch.autograd.grad(loss(*inputs), inputs)[0][targets == IGNORE].abs().max() == 0
     parts = loss(*inputs, slice(11)) + loss(*inputs, slice(11, None))
     assert parts.item() == pytest.approx(loss(*inputs).item(), rel=1e-5)
+
+
+def test_all_logits_come_from_one_function(monkeypatch):
+    """Where it returns zeros, every loss and score is that of guessing."""
+    distill = pytest.importorskip("extras.distill")
+    for module in (model_module, evaluate, distill):
+        monkeypatch.setattr(module, "compute_logits", lambda x, weight: torch.zeros(*x.shape[:-1], len(weight)))
+    gpt, idx, nats = new_gpt("gpt2"), tokens(), math.log(384)
+    assert gpt(idx).abs().max() == 0 and gpt(idx, idx).item() == pytest.approx(idx.numel() * nats)
+    with torch.no_grad():
+        assert gpt.eval()(idx, idx).item() == pytest.approx(idx.numel() * nats)
+        scores = evaluate.log_likelihoods(gpt, [((1, 2, 3), {(0, 0): torch.tensor([4, 5])})])
+    assert scores == {(0, 0): pytest.approx(-2 * nats)}
+    x, head, T = torch.randn(7, 16), torch.randn(384, 16), torch.tensor(1.0)
+    loss, _ = distill.DistillLoss.apply(x, head, T, torch.zeros(7, dtype=torch.int64), 0.5, x, head)
+    assert loss.item() == pytest.approx(0.5 * 7 * nats)  # and no divergence between two that guess
 
 
 def test_recompute_runs_each_block_again_in_backward_and_changes_no_gradient(monkeypatch):

@@ -33,7 +33,12 @@ def test_a_damaged_log_is_drawn_and_one_that_cannot_be_does_not_end_the_run(out_
     monkeypatch.setenv("RANK", "1")  # another rank leaves it to rank 0
     assert hook(4, False) == {} and not (out_dir / "loss.png").exists()
     monkeypatch.delenv("RANK")
-    assert hook(4, False) == {} and (out_dir / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert hook(4, False) == {}
+    picture = (out_dir / "loss.png").read_bytes()
+    assert picture[:4] == b"\x89PNG"
+    machine = {"device": "a CPU", "torch": "2", "commit": "1234567", "threads": 1}
+    (out_dir / "config.json").write_text(json.dumps({"machine": machine}))
+    assert hook(4, False) == {} and (out_dir / "loss.png").read_bytes() != picture  # it names the machine
     with open(out_dir / "log.jsonl", "a") as f:
         f.write('\n{"tokens": 7, "val_loss": {"a": 1}}\n')
     assert hook(5, False) == {}
