@@ -2,6 +2,7 @@
 import datetime
 import json
 import math
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -45,11 +46,11 @@ class Logger:
         self.recompiles, self.graphs = 0, graphs_compiled()
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
         if rank() == 0 and self.path.exists():
-            text = self.path.read_text(errors="replace") if resuming else ""  # an overwritten run's log is emptied
-            found = re.findall(r'"seconds": ([0-9.]+),', text)
+            text = self.path.read_bytes() if resuming else b""  # an overwritten run's log is emptied
+            found = re.findall(rb'"seconds": ([0-9.]+),', text)
             self.seconds = float(found[-1]) if found else 0.0
-            self.eval_seconds = sum(map(float, re.findall(r'"eval_seconds": ([0-9.]+)', text)))
-            self.path.write_text(text[:text.rfind("\n") + 1])  # a run that was killed may have left half a line
+            self.eval_seconds = sum(map(float, re.findall(rb'"eval_seconds": ([0-9.]+)', text)))
+            os.truncate(self.path, text.rfind(b"\n") + 1)  # a run that was killed may have left half a line
 
     def step(self, **sums):
         """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
