@@ -166,6 +166,7 @@ def load_hf(path):
         if run.exists():
             found = json.loads(run.read_bytes())
             facts = {key: found[key] for key in RUN_FACTS}
+            facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
         return convert_checkpoint(weights, config, path=str(path), **facts)
 
 

@@ -41,7 +41,7 @@ class Logger:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.metrics, self.trackers = metrics, trackers
         self.sums, self.seconds, self.val_losses = Counter(), 0.0, []
-        self.mean_loss, self.lowest_mean, self.diverged = None, math.inf, False
+        self.mean_loss, self.mean_weight, self.lowest_mean, self.diverged = 0.0, 0.0, math.inf, False
         self.skipped, self.skipped_in_a_row, self.last_skipped = 0, 0, None
         self.recompiles, self.graphs = 0, graphs_compiled()
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
@@ -96,12 +96,15 @@ class Logger:
 
     def check_divergence(self, iter_num, train_loss, steps):
         """Warns once if the mean of train_loss over about 100 steps has risen far above its lowest value."""
-        before = train_loss if self.mean_loss is None else self.mean_loss
-        self.mean_loss = train_loss + 0.99 ** steps * (before - train_loss)
-        self.lowest_mean = min(self.lowest_mean, self.mean_loss)
-        if self.mean_loss > DIVERGED * self.lowest_mean and not self.diverged:
+        decay = 0.99 ** steps
+        self.mean_loss = decay * self.mean_loss + (1 - decay) * train_loss
+        self.mean_weight = decay * self.mean_weight + (1 - decay)  # of the steps so far, as in Adam
+        mean = self.mean_loss / self.mean_weight
+        if self.mean_weight > 0.63:  # after 100 steps; before, it is a mean of few
+            self.lowest_mean = min(self.lowest_mean, mean)
+        if mean > DIVERGED * self.lowest_mean and not self.diverged:
             self.diverged = True
-            print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {self.mean_loss:.3f}, "
+            print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {mean:.3f}, "
                    f"and was {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
                    f"--spike_loss=3, which rolls back")
 
@@ -115,7 +118,7 @@ class Logger:
             return
         shown = [form.format(values[key]) for key, form in FORMATS.items() if key in values]
         if "eta_seconds" in values:
-            shown.append(f"eta {datetime.timedelta(seconds=int(values['eta_seconds']))}")
+            shown.append(f"eta {datetime.timedelta(seconds=min(int(values['eta_seconds']), 10 ** 9))}")
         if shown:
             print(f"step {iter_num}/{self.max_iters}: {', '.join(shown)}", flush=True)
         if "val_loss" in values:

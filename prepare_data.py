@@ -172,10 +172,13 @@ def read_progress(folder, recipe):
     What earlier runs left in a folder, from its meta.json: the recipe, the counts of what its shards hold, and the
     state of the source after them. Raises an error if its shards are damaged or were prepared by another recipe.
     """
+    path = folder / "meta.json"
+    if path.exists() and b'"tokenizer"' not in path.read_bytes():
+        raise ValueError("holds a meta.json that prepare_data.py did not write")
     if not any(folder.glob("*.bin")):
         return {**recipe, "documents": 0, "documents skipped": 0, "tokens": 0, "bytes": 0, "train shards": 0,
                 "exhausted": False, "state": None}
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = json.loads(path.read_text())
     for key, value in recipe.items():
         if meta.get(key, value) != value:  # an earlier version wrote fewer keys
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")

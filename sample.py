@@ -9,6 +9,7 @@ Completes a prompt with a trained model, or chats with a chat model in the termi
 import codecs
 import copy
 import math
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -229,6 +230,8 @@ if __name__ == "__main__":
         raise SystemExit(0)
 
     # chat
+    if not (text or sys.stdin):
+        fail("--chat=True: there is no terminal to read from; give --prompt")
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py "
               f"--init_from={checkpoint} --data=... teaches it)")

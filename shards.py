@@ -33,7 +33,7 @@ def read_shard(path, checksum=None):
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[MAGIC, VERSION, n]}, the last being the number of tokens that it has")
         shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-        if checksum and os.stat(path).st_ctime > os.stat(Path(path).with_name("meta.json")).st_ctime:
+        if checksum and os.stat(path).st_ctime >= os.stat(Path(path).with_name("meta.json")).st_ctime:
             if zlib.crc32(shard) != checksum:
                 raise ValueError("its tokens have changed since they were prepared")
         return shard
@@ -58,7 +58,7 @@ def read_meta(data_dir):
         return {"tokenizer": "gpt2"}
     with one_line_errors(path, "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        meta["tokenizer"] = str(meta["tokenizer"])
+        meta["tokenizer"], meta["checksums"] = str(meta["tokenizer"]), dict(meta.get("checksums", {}))
         finished = meta.get("finished", True)  # only prepare_data.py writes it
     if not finished:
         fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")

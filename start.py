@@ -26,6 +26,8 @@ def load_init_from(config, overrides, stage):
     if config["out_dir"] is None:
         config["out_dir"] = make_temporary_folder()
     out_dir, init_from = config["out_dir"], config["init_from"]
+    with one_line_errors("--out_dir", "torch cannot read a checkpoint from a folder whose name is not UTF-8"):
+        out_dir.encode()
     auto = init_from == "auto" or init_from.startswith("auto:")
     resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
     if not resuming and init_from in ("scratch", "auto"):
@@ -63,14 +65,16 @@ def load_init_from(config, overrides, stage):
 
 def make_temporary_folder():
     """The out_dir of a run that keeps nothing, one for all ranks of a machine. Rank 0 removes it when it exits."""
-    folder = Path(tempfile.gettempdir(), f"run-{os.getppid() if 'RANK' in os.environ else os.getpid()}")
+    launch = f"{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if "RANK" in os.environ else os.getpid()
+    folder = Path(tempfile.gettempdir(), f"run-{launch}")
 
     def remove():
-        if folder.exists():
-            shutil.rmtree(folder)
-            print(f"--out_dir=None: {folder} is removed")
+        shutil.rmtree(folder)
+        print(f"--out_dir=None: {folder} is removed")
 
     if rank() == 0:
+        with one_line_errors("--out_dir=None", "remove the folder if a run that was killed left it"):
+            folder.mkdir()
         atexit.register(remove)
     return str(folder)
 
@@ -120,6 +124,8 @@ def check_out_dir(config, resuming, checkpoint):
         if content and key not in content:
             fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
                  f"another folder")
+    if (folder / "loss.png").exists() and not (folder / "log.jsonl").exists():
+        fail(f"--out_dir={folder}: holds a loss.png without a log.jsonl, which would be replaced; give another folder")
 
 
 def report_settings(config, overrides, device):

@@ -17,6 +17,7 @@ from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
+from tokenizer import padded_vocab_size
 
 
 # -----------------------------------------------------------------------------
@@ -248,10 +249,14 @@ class TeacherCache:
 
     def __init__(self, path, dataset, k):
         open(path, "a").close()
-        self.k, self.rows = k, np.memmap(path, "<i2", "r+", shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
+        self.k, self.vocab_size = k, padded_vocab_size(dataset.tokenizer)
+        self.rows = np.memmap(path, "<i2", "r+", shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
+        if (rows[..., :self.k].astype("<u2") >= self.vocab_size).any():
+            fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
+                 alone=True)
         if not rows[:, -1, -1].all():
             fail(f"{self.rows.filename}: a row is missing; all machines must share its folder; "
                  f"--init_from=resume labels the row", alone=True)
@@ -264,17 +269,18 @@ class TeacherCache:
         path, mib = self.rows.filename, len(missing) * self.rows[0].nbytes / 2 ** 20
         print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, {mib:,.1f} MiB, in {path}")
         free_mib = shutil.disk_usage(path).free / 2 ** 20
-        if mib > free_mib:  # writing to a mapped file on a full disk would kill the process
+        if mib > free_mib:
             fail(f"--teacher_cache={self.k}: {path} needs {mib:,.1f} MiB more, and {free_mib:,.1f} are free; give "
                  f"less, or make room")
         # every rank runs the same number of batches, as FSDP needs: the last ones may repeat some rows
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))
-        for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
-            output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
-            for i, hidden in zip(batch, output["teacher"]):
-                log_probs = compute_logits(hidden, output["teacher_head"]).log_softmax(-1)  # (T, V)
-                self.rows[i] = encode_top_k(log_probs, self.k).cpu().numpy()
-        self.rows.flush()
+        with open(path, "r+b", buffering=0) as file:  # not self.rows: with a full disk that would kill the process
+            for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
+                output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
+                for i, hidden in zip(batch.tolist(), output["teacher"]):
+                    log_probs = compute_logits(hidden, output["teacher_head"]).log_softmax(-1)  # (T, V)
+                    file.seek(i * self.rows[0].nbytes)
+                    file.write(encode_top_k(log_probs, self.k).cpu().numpy().astype("<i2"))
         all_reduce(torch.zeros((), device=loader.device))  # wait until all have written
         self.rows = np.memmap(path, "<i2", "r+", shape=self.rows.shape)  # again: other machines may have written to it

@@ -15,6 +15,7 @@ from dataloader import BatchLoader, TokenDataset
 from extras import distill
 from extras.distill import DistillLoss, Distillation, TeacherCache, encode_top_k
 from model import GPT, GPTConfig, IGNORE
+from tokenizer import get_tokenizer
 
 N, C, V = 21, 12, 40  # in chunks of 8, the last one not full
 
@@ -220,6 +221,8 @@ class Rows:
     def __len__(self):
         return 10
 
+    tokenizer = get_tokenizer("bytes")
+
     def get_batch(self, indices, device):
         return {"idx": indices.tolist()}
 
@@ -267,6 +270,10 @@ def test_a_row_that_is_missing_and_a_disk_that_is_full_end_in_one_line(fill, mon
     with pytest.raises(SystemExit):
         fill.cache[np.array([1, 2])]
     assert "a row is missing" in capsys.readouterr().err
+    fill.cache.rows[1, 2, 0] = 384  # damaged: not an id of bytes
+    with pytest.raises(SystemExit):
+        fill.cache[np.array([1])]
+    assert "holds an id that is not in the vocabulary" in capsys.readouterr().err
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(SystemExit):  # before it is written: a full disk would kill the process

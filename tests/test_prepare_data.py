@@ -382,7 +382,7 @@ def test_a_folder_of_the_version_before(prepared, capsys):
         del meta[key]
     path.with_name("progress.json").touch()
     path.write_text(json.dumps(meta))
-    assert read_meta(path.parent) == meta and "prepared already" in prepare(folder, *command)
+    assert read_meta(path.parent) == {**meta, "checksums": {}} and "prepared already" in prepare(folder, *command)
     path.write_text(json.dumps(meta | {"exhausted": False}))
     assert "an earlier version" in refusal(folder, *command)
     path.unlink()  # as in an unfinished one, or with shards from elsewhere
@@ -431,6 +431,14 @@ def test_a_mistake_is_named(tmp_path, args, words):
         (tmp_path / name).write_text("text " * 100)
     assert words in refusal(tmp_path, "--tokenizer=bytes", *args.split())
     assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_a_meta_json_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "meta.json").write_text('{"stoi": {"a": 1}}')
+    assert "a meta.json that prepare_data.py did not write" in refusal(tmp_path, "--files=a.txt", "--data_dir=p")
+    assert (tmp_path / "p" / "meta.json").read_text() == '{"stoi": {"a": 1}}'
 
 
 def test_an_unreadable_file_is_named(tmp_path):

@@ -26,7 +26,7 @@ from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import init_process, local_grad_accum_steps, make_autocast
 from log import Logger, find_nonfinite
 from model import GPT, GPTConfig
-from start import load_init_from
+from start import load_init_from, make_temporary_folder
 
 CPU = torch.device("cpu")
 
@@ -124,6 +124,17 @@ def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
     assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("run-*")), done.stdout + done.stderr
     folder = re.search("--out_dir=None: (.*) is removed", done.stdout)[1]
     assert f"checkpoint: {folder}/ckpt.pt" in done.stdout and not list(Path.cwd().glob("None*"))
+
+
+def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("atexit.register", lambda function: pytest.fail("it would be removed"))
+    for environment, name in (({}, f"run-{os.getpid()}"), ({"RANK": "0"}, f"run-{os.getppid()}-None")):
+        (tmp_path / name).mkdir()
+        with monkeypatch.context() as patch:
+            for key, value in environment.items():
+                patch.setenv(key, value)
+            assert f"{name}" in error_line(capsys, make_temporary_folder)
 
 
 def test_each_step_drops_other_units(tmp_path):
@@ -330,6 +341,7 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     assert not resuming and [config[name] for name in ("n_layer", "max_seq_len", "max_iters")] == [2, 16, 50_000]
     for function, overrides, words in (
             (start, {"init_from": "resume", "out_dir": str(tmp_path)}, "--init_from=resume: --out_dir="),
+            (start, {"out_dir": "o\udcff"}, "whose name is not UTF-8"),
             (start, {"init_from": "auto", "stage": "chat"}, "--init_from=auto: chat tuning starts from a model"),
             (resume, {"stage": "chat"}, "holds a base model"), (resume, {"seed": 1}, "--seed=1: the checkpoint was"),
             (resume, {"n_layer": 3}, "--n_layer=3: the model in"), (resume, {"arch": "llama"}, "--arch=llama: "),
@@ -390,6 +402,7 @@ def test_a_loss_that_stays_high_is_a_warning_once(shards, tmp_path, capsys):
         return re.findall("step (.*): the loss rises: .* is (.*), and was (.*);", capsys.readouterr().out)
 
     falling = [3.2 + 7 * 0.98 ** i for i in range(300)]
+    assert losses([1.0, *[5.0] * 300]) == []  # an easy first batch
     assert losses([*falling, 30.0, *[3.2 + i % 2 for i in range(200)]]) == []
     [(step, mean, before)] = losses([*falling, *[3.2 + 2.7 * i / 300 for i in range(300)], *[5.9] * 100])
     assert 400 < int(step) < 600 and float(mean) > 1.2 * float(before) > 3.8
