@@ -437,7 +437,8 @@ def test_a_meta_json_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 100)
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "meta.json").write_text('{"stoi": {"a": 1}}')
-    assert "a meta.json that prepare_data.py did not write" in refusal(tmp_path, "--files=a.txt", "--data_dir=p")
+    assert "a meta.json that prepare_data.py did not write" in refusal(
+        tmp_path, "--files=a.txt", "--data_dir=p", "--tokenizer=bytes")
     assert (tmp_path / "p" / "meta.json").read_text() == '{"stoi": {"a": 1}}'
 
 

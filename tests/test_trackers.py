@@ -47,14 +47,14 @@ def test_both_get_every_line_of_the_log(shards, tmp_path):
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
     tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))
-    (n_settings, names), resumed_with = [tracked.pop(i) for i in (0, 4)]
+    (n_settings, names), resumed_with = [tracked.pop(i) for i in (0, 6)]
     assert names == {"project": "project", "name": "given", "id": names["id"], "resume": "allow"} and n_settings > 50
     assert resumed_with[1] == names and len(names["id"]) == 8
-    # 2 evaluations and 2 steps, then a step and an evaluation
-    assert tracked == [[line["iter"], grouped(line)] for line in expected] and len(tracked) == 6
-    assert "train/loss" in tracked[1][1] and "val/loss" in tracked[0][1] and "lr" in tracked[1][1]
+    # 2 evaluations, each with its duration, and 2 steps, then a step and an evaluation
+    assert tracked == [[line["iter"], grouped(line)] for line in expected] and len(tracked) == 9
+    assert "train/loss" in tracked[2][1] and "val/loss" in tracked[0][1] and "lr" in tracked[2][1]
     scalars = (tmp_path / "name" / "tensorboard.txt").read_text().splitlines()
-    assert f"val/loss {expected[-1]['val_loss']} 3" in scalars and f"lr {expected[1]['lr']} 1" in scalars
+    assert f"val/loss {expected[-1]['val_loss']} 3" in scalars and f"lr {expected[2]['lr']} 1" in scalars
     assert [line for line in scalars if line.startswith("purge")] == ["purge 0", "purge 3"]
 
 
