@@ -34,7 +34,8 @@ sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Sum
 
 
 def grouped(line):
-    return {key.replace("train_", "train/").replace("val_", "val/"): value for key, value in line.items()}
+    return {("val/" + key[4:] if key.startswith("val_") else key.replace("train_", "train/")): value
+            for key, value in line.items()}
 
 
 def test_both_get_every_line_of_the_log(shards, tmp_path):
@@ -54,7 +55,7 @@ def test_both_get_every_line_of_the_log(shards, tmp_path):
     assert tracked == [[line["iter"], grouped(line)] for line in expected] and len(tracked) == 9
     assert "train/loss" in tracked[2][1] and "val/loss" in tracked[0][1] and "lr" in tracked[2][1]
     scalars = (tmp_path / "name" / "tensorboard.txt").read_text().splitlines()
-    assert f"val/loss {expected[-1]['val_loss']} 3" in scalars and f"lr {expected[2]['lr']} 1" in scalars
+    assert f"val/loss {expected[-2]['val_loss']} 3" in scalars and f"lr {expected[2]['lr']} 1" in scalars
     assert [line for line in scalars if line.startswith("purge")] == ["purge 0", "purge 3"]
 
 
