@@ -183,7 +183,8 @@ def log_likelihoods(model, batch):
     hidden = model.hidden_states(idx.to(device))  # (B, T, C)
     keys, x, targets = zip(*[(key, x[:len(ids)][-len(choice):], choice)
                              for x, (ids, choices) in zip(hidden, batch) for key, choice in choices.items()])
-    logits = compute_logits(torch.cat(x), model.lm_head.weight)  # (N, V), of the positions that predict a choice
+    # (N, V), of the positions that predict a choice
+    logits = compute_logits(torch.cat(x), model.lm_head.weight).float()
     losses = F.cross_entropy(logits, torch.cat(targets).to(device), reduction="none").cpu().double()  # (N,)
     if not losses.isfinite().all():
         raise ValueError("the model's logits are not finite: its weights are broken, or too large for this dtype")

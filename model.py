@@ -321,11 +321,11 @@ class Block(nn.Module):
 
 def compute_logits(x, weight):
     """
-    The last hidden states x (..., C) and the head's weight (V, C) -> logits (..., V) float32. Every loss, score and
+    The last hidden states x (..., C) and the head's weight (V, C) -> logits (..., V). Every loss, score and
     sample gets its logits here. If you change them (with a soft cap, say), LinearCrossEntropy and the loss in
     extras/distill.py need the derivative of your change, because they compute their gradients by hand.
     """
-    return (x @ weight.t()).float()
+    return F.linear(x, weight)  # not x @ weight.t(): autocast would cast the head anew at each call
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -345,7 +345,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for i in range(0, x.size(0), LOSS_CHUNK):
             xc, tc = x[i:i + LOSS_CHUNK], targets[i:i + LOSS_CHUNK, None]  # (chunk, C), (chunk, 1)
-            logits = compute_logits(xc, weight_x)  # (chunk, V)
+            logits = compute_logits(xc, weight_x).float()  # (chunk, V)
             lse = logits.logsumexp(-1, keepdim=True)
             valid = tc != IGNORE
             # not +=: compiled by torch 2.11, an output that was changed in place has no gradient
@@ -377,7 +377,7 @@ def linear_cross_entropy(x, weight, targets):
         return LinearCrossEntropy.apply(x, weight, targets)
     loss, weight = 0.0, weight.to(x.dtype)
     for xc, tc in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK)):
-        loss = loss + F.cross_entropy(compute_logits(xc, weight), tc, ignore_index=IGNORE, reduction="sum")
+        loss = loss + F.cross_entropy(compute_logits(xc, weight).float(), tc, ignore_index=IGNORE, reduction="sum")
     return loss
 
 
@@ -454,7 +454,7 @@ class GPT(nn.Module):
         idx: (B, T) int64 token ids, T <= max_seq_len.
         targets: (B, T) int64, IGNORE where there is none -> the *sum* of the losses in nats, scalar float32. The
         caller divides by the number of targets of its whole step, over all micro-batches and ranks. Without targets ->
-        logits (B, T, V) float32.
+        logits (B, T, V).
         positions, mask, cache: see hidden_states. loss_inputs: further arguments of loss_fn in training.
         """
         x = self.hidden_states(idx, positions, mask, cache)

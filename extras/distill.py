@@ -37,7 +37,7 @@ def live_teacher(s, lse_T, u, hidden, head):
     ran: hidden (chunk, C_t), head (V, C_t). Returns t, s, p and log p - log q (chunk, V), for sums; p of each id
     (chunk, V), for the gradient; and the teacher's likeliest id (chunk, 1).
     """
-    t = compute_logits(hidden, head)
+    t = compute_logits(hidden, head).float()
     log_p = t * u - row_lse(t * u)
     log_ratio, p = log_p - (s * u - lse_T), log_p.exp()
     return t, s, p, log_ratio, p, t.argmax(-1, keepdim=True)
@@ -79,7 +79,7 @@ class DistillLoss(torch.autograd.Function):
         dweight = torch.zeros_like(weight if learn_weight else T, dtype=torch.float32)
         ce_sum, kl_sum, agreements = 0.0, 0.0, 0
         for xc, dxc, tc, teacher_c in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
-            logits, valid = compute_logits(xc, weight_x), tc != IGNORE  # (chunk, V), (chunk, 1)
+            logits, valid = compute_logits(xc, weight_x).float(), tc != IGNORE  # (chunk, V), (chunk, 1)
             lse, lse_T = row_lse(logits), row_lse(logits * u)
             outputs = (cached_teacher(logits, lse_T, u, teacher_c) if teacher_head is None
                        else live_teacher(logits, lse_T, u, teacher_c, teacher_head))
@@ -279,7 +279,7 @@ class TeacherCache:
             for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
                 output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
                 for i, hidden in zip(batch.tolist(), output["teacher"]):
-                    log_probs = compute_logits(hidden, output["teacher_head"]).log_softmax(-1)  # (T, V)
+                    log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
                     file.seek(i * self.rows[0].nbytes)
                     file.write(encode_top_k(log_probs, self.k).cpu().numpy().astype("<i2"))
         all_reduce(torch.zeros((), device=loader.device))  # wait until all have written
