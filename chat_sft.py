@@ -37,7 +37,7 @@ from tokenizer import chat_tokens, get_tokenizer
 
 # -----------------------------------------------------------------------------
 # settings
-out_dir: str | None = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png
+out_dir: str | None = "out-chat"  # checkpoints, config.json, log.jsonl and loss.png; None: keep nothing
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 100  # evaluate and save a checkpoint every this many steps
@@ -141,8 +141,8 @@ if print_batch:
     raise SystemExit(0)
 
 earlier = checkpoint["config"]
-earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else None
-if resuming and max_iters is None and global_batch_size != earlier_rows:
+earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else global_batch_size
+if max_iters is None and global_batch_size != earlier_rows:
     fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
          f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
 num_iters = math.ceil(epochs * len(train_rows) / global_batch_size) if max_iters is None else max_iters
