@@ -22,7 +22,7 @@ from chat_data import build_datasets
 from checkpoint import Checkpointer, describe_model
 from compiling import compile_options, warm_up, wrap_model
 from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
-                          one_line_errors)
+                          one_line_errors, update_settings)
 from dataloader import BatchLoader, validation_loss
 from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
                          print0, set_gradient_sync, step_seed)
@@ -121,7 +121,7 @@ if "epochs" in overrides and "max_iters" in overrides:
 checkpoint, resuming = load_init_from(config, overrides, "chat")
 if "epochs" in overrides:
     config["max_iters"] = None
-globals().update(config)  # the settings of the model to start from, or on resume those of the checkpoint
+update_settings(globals(), config, init_from)  # of the run to resume, or of the model to start from
 if not print_batch:
     check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)

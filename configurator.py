@@ -88,8 +88,7 @@ def configure(namespace, argv=None):
     namespace: the script's globals(). Returns (config, overrides): every setting with its value, and only those that a
     file or flag set. A mistake exits with one line that names the setting and what is accepted.
     """
-    hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
-    settings = {name: hint for name, hint in hints.items() if not name.startswith("_")}
+    settings = annotations_of(namespace)
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_help(namespace, settings)
@@ -106,6 +105,19 @@ def configure(namespace, argv=None):
         overrides[name] = check(f"{where}{name}", value, settings[name])
     namespace.update(overrides)
     return {name: namespace[name] for name in settings}, overrides
+
+
+def annotations_of(namespace):
+    """{name: annotation} of a script's settings."""
+    hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
+    return {name: hint for name, hint in hints.items() if not name.startswith("_")}
+
+
+def update_settings(namespace, config, where):
+    """Writes what start.py has changed in `config` into the script's globals. where: the source that errors name."""
+    settings = annotations_of(namespace)
+    for name in config:
+        namespace[name] = config[name] = check(f"{where}: {name}", config[name], settings[name])
 
 
 def split_arguments(argv, settings):

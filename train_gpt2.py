@@ -16,7 +16,8 @@ import torch
 
 from checkpoint import Checkpointer, check_tokenizer
 from compiling import compile_options, warm_up, wrap_model
-from configurator import BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, one_line_errors
+from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure,
+                          one_line_errors, update_settings)
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
                          print0, set_gradient_sync, step_seed)
@@ -115,7 +116,7 @@ config, overrides = configure(globals())
 # -----------------------------------------------------------------------------
 # setup
 checkpoint, resuming = load_init_from(config, overrides, "base")
-globals().update(config)  # on resume the checkpoint's settings, else those of the model to start from, if any
+update_settings(globals(), config, init_from)  # of the run to resume, or of the model to start from
 check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)

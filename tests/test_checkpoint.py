@@ -275,6 +275,16 @@ def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path, capsys):
     assert i > 150
 
 
+@pytest.mark.parametrize("name, value", [("batch_size", -3), ("learning_rate", "fast"), ("dtype", "int8"),
+                                         ("eval_interval", None)])
+def test_settings_in_a_crafted_checkpoint_are_checked_like_a_flags(trained, tmp_path, name, value):
+    checkpoint = load(trained)
+    checkpoint["config"][name] = value
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    output = refused("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}")
+    assert f"resume: {name}={value!r}: expected" in output
+
+
 def test_a_checkpoint_sends_no_escape_sequence_to_the_terminal(tmp_path, capsys):
     save_model(tmp_path, small_gpt("gpt2"), stage="\x1b[2J", tokenizer="\x9b2J")
     assert "\ufffd[2J model" in describe_model(load_model(tmp_path, "cpu")[1])
