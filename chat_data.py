@@ -2,8 +2,9 @@
 Conversations -> packed or padded rows.
 
 A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
-last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16. <|endoftext|> starts each
-conversation, pads the inputs, and marks the targets that have no loss.
+last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16, or uint32 for a large
+vocabulary. Two marks stand among the targets: one for no loss, and one for no loss where a text begins. Padding counts
+as texts of one position each.
 
 The datasets library tokenizes each source once and keeps it on disk. Mixing and packing run again at every start.
 """
@@ -21,9 +22,9 @@ from configurator import fail, format_error
 from dataloader import to_device
 from distributed import rank
 from model import IGNORE
-from tokenizer import chat_tokens, decode_chat, render_chat, sanitize
+from tokenizer import decode_chat, render_chat, sanitize, token_dtype
 
-VERSION = 1  # raise it whenever tokenize_source yields something else, and all sources are tokenized again
+VERSION = 2  # raise it whenever tokenize_source yields something else, and all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds
 
 
@@ -76,6 +77,11 @@ def to_messages(row):
 # ---------------------------------------------------------------------------------------------------
 # a conversation -> inputs and targets
 
+def marks(dtype):
+    """The target where a text begins, and the one for no loss: the two largest numbers of a type, which are no ids."""
+    return np.iinfo(dtype).max - 1, np.iinfo(dtype).max
+
+
 def validate_conversation(messages):
     """Returns the messages without an empty system message. Raises ValueError if they cannot be trained on."""
     try:
@@ -94,18 +100,22 @@ def validate_conversation(messages):
 
 def tokenize_conversation(tokenizer, messages, max_seq_len):
     """
-    Returns inputs and targets, (2, n) uint16 with n <= max_seq_len, and a note if they were truncated, or "". They are
-    truncated after an answer: one cut off in mid-sentence would teach the model never to stop. Raises ValueError, with
-    the reason, for a conversation that cannot be trained on.
+    Returns inputs and targets, (2, n) of token_dtype with n <= max_seq_len, and a note if they were truncated, or "".
+    They are truncated after an answer: one cut off in mid-sentence would teach the model never to stop. Raises
+    ValueError, with the reason, for a conversation that cannot be trained on.
     """
-    ids, trained = map(np.array, render_chat(tokenizer, validate_conversation(messages)))
-    targets = np.where(trained, ids, tokenizer.eot_token)
-    answer_ends = np.flatnonzero(targets == chat_tokens(tokenizer)["end"])
+    messages = validate_conversation(messages)
+    ids, trained = map(np.array, render_chat(tokenizer, messages))
+    new_text, no_loss = marks(token_dtype(tokenizer))
+    targets = np.where(trained, ids, no_loss)
+    targets[1] = new_text
+    answer_ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
     if answer_ends[0] > max_seq_len:
         raise ValueError("longer than a row before its first answer ends")
     n = answer_ends[answer_ends <= max_seq_len][-1]
-    note = "truncated after the last answer, or the last that fits into a row" if n < len(ids) - 1 else ""
-    return np.array([ids[:n], targets[1:n + 1]], "<u2"), note
+    truncated = messages[-1]["role"] == "user" or n < answer_ends[-1]
+    note = "truncated after the last answer, or the last that fits into a row" if truncated else ""
+    return np.array([ids[:n], targets[1:n + 1]], token_dtype(tokenizer)), note
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -126,6 +136,11 @@ def tokenize_source(source, digest, tokenizer, max_seq_len, version):
         yield {"pair": bytes(pair), "digest": hashlib.sha256(pair).digest(), "note": note, "where": where}
         if note.startswith("error: "):  # all ranks will read this and fail, and the first one prints it
             return
+
+
+def digest_without_marks(rows, eot):
+    """SHA-256 of rows (..., 2, n), with eot for the marks, as in earlier versions, so that their runs resume."""
+    return hashlib.sha256(np.where(rows < marks(rows.dtype)[0], rows, rows.dtype.type(eot)))
 
 
 def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
@@ -153,7 +168,8 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
             if row["pair"]:
                 if hashlib.sha256(row["pair"]).digest() != row["digest"]:
                     raise ValueError("a checksum is wrong")
-                yield row["digest"], np.frombuffer(row["pair"], "<u2").reshape(2, -1)
+                pair = np.frombuffer(row["pair"], token_dtype(tokenizer)).reshape(2, -1)
+                yield digest_without_marks(pair, tokenizer.eot_token).digest(), pair
     except Exception as error:
         cause = error.__cause__  # of a failure while this process, and no other, tokenized
         fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
@@ -182,10 +198,11 @@ def best_fit(pairs, max_seq_len):
 
 
 def fill_rows(pairs, max_seq_len, pack, eot):
-    """Pairs (2, n) -> rows (rows, 2, max_seq_len) uint16, of as many whole pairs as fit, or of one."""
+    """Pairs (2, n) -> rows (rows, 2, max_seq_len), of as many whole pairs as fit, or of one. eot pads the inputs."""
     groups = best_fit(pairs, max_seq_len) if pack else [[pair] for pair in pairs]
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
-    rows = np.full((len(groups), 2, max_seq_len), eot, "<u2")
+    rows = np.full((len(groups), 2, max_seq_len), eot, pairs[0].dtype)
+    rows[:, 1] = marks(rows.dtype)[0]
     for row, group in zip(rows, progress(groups, "filling rows")):
         packed = np.hstack(group)
         row[:, :packed.shape[1]] = packed
@@ -195,26 +212,27 @@ def fill_rows(pairs, max_seq_len, pack, eot):
 # ---------------------------------------------------------------------------------------------------
 # rows -> batches
 
-def packed_mask_and_positions(idx, first_id):
+def packed_mask_and_positions(begins):
     """
-    idx: (B, T) int64, rows of texts that each begin with first_id, which occurs nowhere else. Returns the mask, (B, 1,
-    T, T) bool, causal within each text, and positions, (B, T) int64, that restart with each text. Padding is first_id
-    too, so each padding position counts as a separate text and every query has a key.
+    begins: (B, T) bool, whether a text begins at a position; each padding position counts as a separate text, so every
+    query has a key. Returns the mask, (B, 1, T, T) bool, causal within each text, and positions, (B, T) int64, that
+    restart with each text.
     """
-    text = (idx == first_id).cumsum(1)  # (B, T), the number of each position's text
+    text = begins.cumsum(1)  # (B, T), the number of each position's text
     mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
     return mask, mask.sum(-1)[:, 0] - 1
 
 
 class ChatDataset:
     """
-    The rows of one split, (n, 2, max_seq_len) uint16, as batches. pack: whether a row may hold several texts.
+    The rows of one split, (n, 2, max_seq_len), as batches. pack: whether a row may hold several texts.
     fingerprint: identifies the mixture.
     """
 
     def __init__(self, rows, tokenizer, pack, fingerprint):
         self.rows, self.tokenizer, self.pack, self.fingerprint = rows, tokenizer, pack, fingerprint
         self.max_seq_len = rows.shape[2]
+        self.new_text, _ = marks(rows.dtype)
 
     def __len__(self):
         return len(self.rows)
@@ -226,15 +244,21 @@ class ChatDataset:
         """
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of 2 T
         idx, targets = (self.rows[indices, i].astype(np.int64) for i in (0, 1))
-        targets[targets == self.tokenizer.eot_token] = IGNORE
+        begins = targets == self.new_text
+        targets[targets >= self.new_text] = IGNORE
         batch = {"idx": to_device(idx, device), "targets": to_device(targets, device)}
         if self.pack:
-            batch["mask"], batch["positions"] = packed_mask_and_positions(batch["idx"], self.tokenizer.eot_token)
+            batch["mask"], batch["positions"] = packed_mask_and_positions(to_device(begins, device))
         return batch
+
+    def first_question(self):
+        """The inputs of the first row up to where its first answer begins."""
+        idx, targets = self.rows[0]
+        return idx[:(targets < self.new_text).argmax() + 1].tolist()
 
     def count_targets(self, indices):
         """How many targets of these rows are trained on, and how many of their positions are not padding."""
-        trained = self.rows[indices, 1] != self.tokenizer.eot_token
+        trained = self.rows[indices, 1] < self.new_text
         padding = trained[:, ::-1].argmax(1)  # what follows the last answer of a row
         return int(trained.sum()), int(trained.size - padding.sum())
 
@@ -242,12 +266,15 @@ class ChatDataset:
         """Row i as text: its tokens divided by |, [those that are trained on] in brackets."""
         length = self.count_targets([i])[1]
         idx, targets = self.rows[i, :, :length].tolist()
-        text, eot = "", self.tokenizer.eot_token
-        for token, target, following in zip(idx, targets, idx[1:] + [eot]):
-            shown = decode_chat(self.tokenizer, [following if target == eot else target]).replace("\n", "\\n")
-            if token == eot:
-                text += "\n\n<|endoftext|>"
-            text += f"|{shown}" if target == eot else f"|[{shown}]"
+        text = ""
+
+        def show(token):
+            return decode_chat(self.tokenizer, [token]).replace("\n", "\\n")
+
+        for token, target, following in zip(idx, targets, idx[1:] + [0]):
+            if target == self.new_text:
+                text += f"\n\n{show(token)}"
+            text += f"|[{show(target)}]" if target < self.new_text else f"|{show(following)}"
         return sanitize(f"{text.lstrip()}\n\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")
 
 
@@ -281,10 +308,11 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
 
     rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
+    trained = (rows[:, 1] < marks(rows.dtype)[0]).mean()
     text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
             f"{sum(pair.shape[1] for pair in train) / rows[:, 0].size:.1%} of the positions are not padding, "
-            f"{(rows[:, 1] != eot).mean():.1%} are trained on; {len(val):,} conversations for validation")
+            f"{trained:.1%} are trained on; {len(val):,} conversations for validation")
     for note, (count, where) in notes.items():
         text += f"\n  {count:,} {note} (the first: {where})"
-    fingerprint = hashlib.sha256(rows).hexdigest()
+    fingerprint = digest_without_marks(rows, eot).hexdigest()
     return *(ChatDataset(rows, tokenizer, pack, fingerprint) for rows in (rows, val_rows)), text

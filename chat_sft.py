@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import torch
 
 from chat_data import build_datasets
-from checkpoint import Checkpointer, describe_model
+from checkpoint import Checkpointer, check_chat_format, describe_model
 from compiling import compile_options, warm_up, wrap_model
 from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
                           one_line_errors, update_settings)
@@ -33,7 +33,7 @@ from machine import peak_flops
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr_and_momentum
 from start import check_out_dir, load_init_from, report_settings
-from tokenizer import chat_tokens, get_tokenizer
+from tokenizer import get_tokenizer, tokenizer_entry
 
 # -----------------------------------------------------------------------------
 # settings
@@ -132,6 +132,7 @@ micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, ba
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
+check_chat_format(init_from, tokenizer, checkpoint["model_args"]["vocab_size"])
 train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
 loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
 print0(description)
@@ -168,11 +169,9 @@ change_model(orig_model, loader, num_iters * global_batch_size, config, amp_dtyp
 model, eval_model = wrap_model(orig_model, torch_device, options)
 state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, num_iters, config, checkpoint, state, metrics)
-question = val_rows.rows[0, 0].tolist()  # the inputs of the first row
-question = question[:question.index(chat_tokens(tokenizer)["assistant"]) + 1]
-eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, question, config, "chat")
+eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, val_rows.first_question(), config, "chat")
 
-facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name,
+facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
              data=train_rows.fingerprint, stage="chat")
 checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0

@@ -20,11 +20,11 @@ from filelock import FileLock  # torch brings it
 from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
 from distributed import print0, rank
 from model import GPT, GPTConfig
-from tokenizer import padded_vocab_size, sanitize
+from tokenizer import chat_tokens, count_ids, get_tokenizer, has_template, padded_vocab_size, sanitize
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
 # what each checkpoint holds, besides model_args
-ENTRIES = {"model": dict, "config": dict, "tokenizer": str, "stage": str, "iter_num": int, "val_loss": float,
+ENTRIES = {"model": dict, "config": dict, "tokenizer": str | dict, "stage": str, "iter_num": int, "val_loss": float,
            "val_iter": int | None}
 BASE = "ckpt_base.pt"  # beside adapters: a link to the model they were trained on
 
@@ -40,10 +40,10 @@ def load_checkpoint(path, merge=True):
     least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
     adapters of a LoRA run are merged into their base, or with merge=False come alone.
     """
-    from import_hf import GPT2_MODELS, convert_nanogpt, load_hf  # not at the top: training does without it
+    from import_hf import convert_nanogpt, is_hub_name, load_hf  # not at the top: training does without it
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
-    if not candidates or str(path) in GPT2_MODELS and not path.exists():
+    if not candidates or is_hub_name(path) and not path.exists():
         return load_hf(path)
     for candidate in candidates:
         try:
@@ -73,7 +73,7 @@ def load_checkpoint(path, merge=True):
                    f"step {checkpoint['iter_num']}")
         return checkpoint
     fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its folder, a "
-         f"Hugging Face folder, or one of {', '.join(GPT2_MODELS)}")
+         f"Hugging Face folder, owner/name on the hub, or one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
 
 
 def load_model(path, device):
@@ -92,26 +92,36 @@ def describe_model(checkpoint):
     trained = f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
     return sanitize(f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
                     f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
-                    f"tokenizer {checkpoint['tokenizer']}"
+                    f"tokenizer {'its own' if isinstance(checkpoint['tokenizer'], dict) else checkpoint['tokenizer']}"
                     + (trained if math.isfinite(val_loss) else "")
                     + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))
 
 
 def digest_weights(facts, state_dict, rows=None):
-    """SHA-256 of a plain value and of weights: of each tensor the first `rows`, or all."""
+    """SHA-256 of a plain value and of weights, in float32: of each tensor the first `rows`, or all."""
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name, tensor in sorted(state_dict.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor[:rows].contiguous().view(torch.uint8).numpy())
+        digest.update(f"{name} torch.float32 {tuple(tensor.shape)}".encode())
+        digest.update(tensor[:rows].float().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def check_chat_format(path, tokenizer, vocab_size):
+    """Exit with an error if the model at `path` has no chat format: no template, and no ids for the chat tokens."""
+    with one_line_errors(path):
+        if has_template(tokenizer):
+            chat_tokens(tokenizer)  # raises ValueError if the template is none that a model can learn
+        elif count_ids(tokenizer) > vocab_size:
+            raise ValueError("its tokenizer has no chat template, and its vocabulary no room for chat tokens; take "
+                             "the model's chat version, or put its chat_template.jinja into the folder")
 
 
 def check_tokenizer(where, tokenizer, checkpoint):
     """Exit with an error if the checkpoint's model has another tokenizer. `where` says where this one is from."""
-    vocab_size = checkpoint["model_args"]["vocab_size"]
-    if (tokenizer.name, padded_vocab_size(tokenizer)) != (checkpoint["tokenizer"], vocab_size):
-        fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {checkpoint['tokenizer']} "
-             f"tokens, {vocab_size} ids")
+    expected, vocab_size = get_tokenizer(checkpoint["tokenizer"]).name, checkpoint["model_args"]["vocab_size"]
+    if tokenizer.name != expected or padded_vocab_size(tokenizer) > vocab_size:
+        fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected} tokens, "
+             f"{vocab_size} ids")
 
 
 # -----------------------------------------------------------------------------
@@ -122,15 +132,15 @@ def fingerprint(checkpoint):
     SHA-256 of a checkpoint's weights, without the rows that pad a GPT-2 vocabulary on import, from 50257 on: they are
     means, whose last bits depend on the machine.
     """
-    return digest_weights(None, checkpoint["model"], rows=50257)
+    return digest_weights(None, checkpoint["model"], rows=50257 if checkpoint["tokenizer"] == "gpt2" else None)
 
 
 def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
-    from import_hf import GPT2_MODELS
+    from import_hf import is_hub_name
     base = checkpoint["lora"]
     for place in (base["absolute"], base["path"], str(Path(checkpoint["path"]).with_name(BASE))):
-        if os.path.exists(place) or place in GPT2_MODELS:
+        if os.path.exists(place) or is_hub_name(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]

@@ -46,7 +46,8 @@ class TokenDataset:
                  f"--data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         meta = read_meta(data_dir)
-        self.tokenizer = get_tokenizer(meta["tokenizer"])
+        own = os.path.join(data_dir, "tokenizer")  # neither gpt2 nor bytes
+        self.tokenizer = get_tokenizer(own if os.path.exists(own) else meta["tokenizer"])
         self.vocab_size = padded_vocab_size(self.tokenizer)
         checksums = meta.get("checksums", {})  # {name of a shard: checksum}
         self.shards = ([read_shard(path, checksums.get(os.path.basename(path))) for path in paths]

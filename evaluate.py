@@ -40,7 +40,7 @@ from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
 from sample import generate, generation_limits
-from tokenizer import chat_tokens, get_tokenizer, render_chat
+from tokenizer import decode_chat, get_tokenizer, render_chat
 
 TASKS = {  # name on the hub, configuration, split
     "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels
@@ -112,8 +112,7 @@ def tokenize_row(task, row, tokenizer, stage):
             lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
             choices, characters = ascii_uppercase[:len(choices)], []
-        context = render_chat(tokenizer, [{"role": "user", "content": question}])[0]
-        context.append(chat_tokens(tokenizer)["assistant"])
+        context = render_chat(tokenizer, [{"role": "user", "content": question}], prompt=True)[0]
     else:
         # Context and continuation are encoded separately. GPT-2's pre-tokenizer would split the whole text at the same
         # place, because it never joins a space to the letters before it. It would split a run of spaces elsewhere, so
@@ -206,6 +205,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     """
     n, max_seq_len = len(examples), model.config.max_seq_len
     share, n_shares = eval_share(model)
+    limits = generation_limits(tokenizer, stage == "chat")
     rows = rows_to_score(examples, max_seq_len)
     # Longest first, so that there is little padding, and memory runs out early or never. The ranks share batches and
     # not rows, so that any number of ranks sees the same batches and gets the same scores, to the bit.
@@ -218,8 +218,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
                 results |= log_likelihoods(model, batch)
             else:
                 contexts, numbers = zip(*batch)
-                steps = generate(model, contexts, max_new_tokens, temperature=0,
-                                 **generation_limits(tokenizer, stage == "chat"))
+                steps = generate(model, contexts, max_new_tokens, temperature=0, **limits)
                 results |= zip(numbers, zip(*progress(steps)))  # from a list per position to one per example
     except ValueError as error:  # raised below, where the other ranks wait
         results["error"] = error
@@ -242,7 +241,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
             chance += 1 / len(choices)
         else:
             ids = [token for token in results[i] if token is not None]
-            text = tokenizer.decode([token for token in ids if token < tokenizer.eot_token])
+            text = decode_chat(tokenizer, [token for token in ids if token not in limits["stop_ids"]])
             if stage == "base":
                 text = text.partition("Question:")[0]  # a base model goes on to invent the next question
             answer = {"text": text, "predicted": final_number(text)}
@@ -295,6 +294,7 @@ if __name__ == "__main__":
     task_dir: str | None = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
     max_problems: Positive | None = None  # examples of each task, evenly spaced; None: all
     data_dir: str | None = None  # shards for the validation loss and bits per byte
+    max_seq_len: Positive | None = None  # length of their rows; None: the model's positions, at most 4096
     eval_iters: Positive = 64  # batches of the validation loss: the first rows of val (training has its own number)
     batch_size: Positive = 16  # rows at a time, on each rank
     max_new_tokens: Positive = 256  # gsm8k: length of an answer
@@ -321,7 +321,10 @@ if __name__ == "__main__":
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     with autocast, one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
         if data_dir:
-            val_data = TokenDataset(data_dir, "val", model.config.max_seq_len)
+            positions = model.config.max_seq_len
+            if (max_seq_len or 1) > positions:
+                fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
+            val_data = TokenDataset(data_dir, "val", max_seq_len or min(4096, positions))
             check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
             rows = min(len(val_data), eval_iters * batch_size)
             val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device, this_rank,
@@ -329,7 +332,7 @@ if __name__ == "__main__":
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
             print0(f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, "
                    f"{val_bpb:.4f} bits per byte, over {rows} of the {len(val_data)} rows of "
-                   f"{model.config.max_seq_len} tokens in {data_dir}")
+                   f"{val_data.max_seq_len} tokens in {data_dir}")
         for task in examples:
             results[task] = score(model, tokenizer, meta["stage"], examples[task], batch_size, max_new_tokens)
             print0(format_result(task, results[task]))

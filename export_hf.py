@@ -6,7 +6,8 @@ Exports a checkpoint as a Hugging Face folder, which transformers opens without 
 
 gpt2 becomes GPT2LMHeadModel. llama becomes LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla
 DeepseekV3ForCausalLM with dense layers only. gpt2 with mla becomes a GPT2LMHeadModel with full matrices for keys and
-values: the same function with a larger cache. All scripts here open such a folder, too. Needs transformers.
+values: the same function with a larger cache. A model that came with a tokenizer and a chat template leaves with them.
+All scripts here open such a folder, too. Needs transformers.
 """
 import json
 import re
@@ -21,8 +22,8 @@ from chat_data import parse_mixture
 from checkpoint import describe_model, load_model
 from configurator import Positive, configure, fail, one_line_errors
 from import_hf import (GPT2_MODELS, LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, import_transformers,
-                       transpose_matrices)
-from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer
+                       is_hub_name, transpose_matrices)
+from tokenizer import END_OF_TEXT, ROLES, chat_tokens, count_ids, get_tokenizer, has_template
 
 # -----------------------------------------------------------------------------
 # weights
@@ -56,16 +57,18 @@ def mla_to_mha(weights, config):
 def build_hf_model(model, tokenizer, chat):
     """transformers' model with our weights. Exits with an error unless both compute the same logits."""
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
-    eot, end = tokenizer.eot_token, chat_tokens(tokenizer)["end"]
+    eot = tokenizer.eot_token
+    ends = [*dict.fromkeys([chat_tokens(tokenizer)["end"]] * chat + [*getattr(tokenizer, "stop_ids", [eot])])]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
-            **fields, bos_token_id=eot, eos_token_id=[end, eot] if chat else eot, pad_token_id=eot))
+            **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0], pad_token_id=eot))
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
-        compare_logits(hf_model.eval(), model, config.max_seq_len)
+        compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
     hf_model.config.update(fields)  # puts rope_theta where transformers 4 reads it
     # ids that the model was never trained to write
-    hf_model.generation_config.suppress_tokens = [*range(end + 1 if chat else eot + 1, config.vocab_size)]
+    known = count_ids(tokenizer) if chat else tokenizer.n_vocab
+    hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]
     return hf_model
 
 
@@ -74,18 +77,36 @@ def build_hf_model(model, tokenizer, chat):
 
 def tokenizer_to_hf(tokenizer):
     """
-    A tiktoken.Encoding and the chat tokens, as a tokenizer of Hugging Face's library. tiktoken stores no merges: it
-    merges any two tokens that form a third, lowest id first. bytes has none.
+    A tokenizer and the chat tokens, as a tokenizer of Hugging Face's library. tiktoken stores no merges: it merges any
+    two tokens that form a third, lowest id first. bytes has none.
     """
-    from tokenizers import ByteLevelBPETokenizer  # splits text as GPT-2 does; transformers depends on it
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer  # splits text as GPT-2 does; transformers depends on it
     from transformers.convert_slow_tokenizer import bytes_to_unicode
-    letters = bytes_to_unicode()  # a printable character for each byte
-    vocab = {"".join(letters[byte] for byte in token): i for token, i in tokenizer._mergeable_ranks.items()}
-    merges = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))
-              if token[:i] in vocab and token[i:] in vocab]
-    hf_tokenizer = ByteLevelBPETokenizer(vocab, merges)
-    hf_tokenizer.add_special_tokens([END_OF_TEXT, *(f"<|{name}|>" for name in chat_tokens(tokenizer))])
+    if tokenizer.name in ("gpt2", "bytes"):
+        letters = bytes_to_unicode()  # a printable character for each byte
+        vocab = {"".join(letters[byte] for byte in token): i for token, i in tokenizer._mergeable_ranks.items()}
+        merges = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))
+                  if token[:i] in vocab and token[i:] in vocab]
+        hf_tokenizer = ByteLevelBPETokenizer(vocab, merges)
+        hf_tokenizer.add_special_tokens([END_OF_TEXT])
+    else:
+        hf_tokenizer = Tokenizer.from_str(tokenizer.files["tokenizer.json"])
+    hf_tokenizer.add_special_tokens([f"<|{name}|>" for name in chat_tokens(tokenizer)])
     return hf_tokenizer
+
+
+def write_tokenizer(tokenizer, chat, max_seq_len, folder):
+    """Writes a tokenizer's files to a Hugging Face folder: those that it came with, or with our chat format."""
+    if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
+        for name, text in tokenizer.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return
+    eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
+    tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len,
+        "clean_up_tokenization_spaces": False, "bos_token": eot, "pad_token": eot,
+        "eos_token": "<|end|>" if chat else eot, "chat_template": CHAT_TEMPLATE if chat else None}))
 
 
 # render_chat in jinja; TRL's assistant_only_loss trains on what is inside generation
@@ -129,16 +150,19 @@ def llama_cpp_fault(config, tokenizer):
 def hub_sources(training):
     """The base model and the data sets on the Hugging Face hub that the settings of a run name, as two lists."""
     base, names = str(training.get("init_from")).removeprefix("auto:"), []
+    base = f"openai-community/{base}" if base in GPT2_MODELS else base
     with suppress(Exception):  # a card without them is better than no export: the shards may be gone
         names = parse_mixture(training["data"]) if "data" in training else [
             json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
     found = [re.match(r"[\w-][\w.-]*/[\w.-]+", name)  # owner/name, perhaps with /config
              for name in names if not name.endswith(".jsonl") and not Path(name).exists()]
-    return [f"openai-community/{base}"] if base in GPT2_MODELS else [], [match[0] for match in found if match]
+    is_on_hub = is_hub_name(base) and not Path(base).exists()
+    return [base] if is_on_hub else [], [match[0] for match in found if match]
 
 
-def model_card(name, loaded, fault, hf_model):
+def model_card(name, loaded, tokenizer, fault, hf_model):
     """The text of README.md. fault: from llama_cpp_fault."""
+    eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
     stage, (base, datasets) = loaded["stage"], hub_sources(loaded["config"])
     return f"""---
 library_name: transformers
@@ -155,10 +179,11 @@ settings and its validation loss.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM.from_pretrained("{name}")
-{USAGE[stage]}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+{USAGE[stage].replace(END_OF_TEXT, eot)}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
-{f"**Not for llama.cpp**: {fault}." if fault else "llama.cpp's `convert_hf_to_gguf.py` converts it."}
+{f"**Not for llama.cpp**: {fault}." if fault else "llama.cpp's `convert_hf_to_gguf.py` converts it."
+ if tokenizer.name == "gpt2" else "llama.cpp's `convert_hf_to_gguf.py` converts it if it knows the tokenizer."}
 
 The tokenizer turns text that spells a special token, such as `<|end|>`, into that token, in chat messages too. Strip
 such text from untrusted input.
@@ -189,12 +214,9 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         for file in folder.glob("model.safetensors*"):  # written last: nothing opens a folder without them
             file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
-        tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
-        (folder / "tokenizer_config.json").write_text(json.dumps({
-            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.max_seq_len,
-            "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT,
-            "eos_token": "<|end|>" if chat else END_OF_TEXT, "chat_template": CHAT_TEMPLATE if chat else None}))
-        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, fault, hf_model), encoding="utf-8")
+        write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
+        (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),
+                                          encoding="utf-8")
         hf_model.save_pretrained(folder, max_shard_size=shard_size)
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors lets only the owner read them

@@ -18,7 +18,7 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
     """
     if config.get("lora_rank"):
         from extras.lora import Adapters, Lora
-        state["lora"] = Lora(model, config, checkpoint, resuming)
+        state["lora"] = Lora(model, config, dtype, checkpoint, resuming)
         state["model"] = Adapters(model)
     if config.get("teacher"):
         from extras.distill import Distillation

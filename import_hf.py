@@ -1,21 +1,25 @@
 """
-Reads models trained elsewhere: Hugging Face folders, OpenAI's GPT-2 from the hub, and nanoGPT's ckpt.pt.
+Reads models trained elsewhere: Hugging Face folders, models of the hub, and nanoGPT's ckpt.pt.
 
-transformers opens the first two, and model.py must compute the same logits. export_hf.py goes the other way with the
-same tables of names. transformers and huggingface_hub are imported only when such a model is read.
+transformers opens the first two, and model.py must compute the same logits: GPT-2, Llama 2 and 3, TinyLlama, SmolLM2,
+Qwen3 without experts, and what export_hf.py writes. export_hf.py goes the other way with the same tables of names.
+transformers and huggingface_hub are imported only when such a model is read.
 """
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from configurator import one_line_errors
-from model import GPT, GPTConfig
 from distributed import print0
+from model import GPT, GPTConfig
+from tokenizer import has_template
 
-GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # OpenAI's weights, on the Hugging Face hub
+GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
+VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
 RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a checkpoint; an export's run.json
 
 # -----------------------------------------------------------------------------
@@ -23,13 +27,15 @@ RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a
 
 LLAMA_FIELDS = {"max_position_embeddings": "max_seq_len", "vocab_size": "vocab_size", "num_hidden_layers": "n_layer",
                 "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
-                "intermediate_size": "intermediate_size", "rope_theta": "rope_theta"}
+                "intermediate_size": "intermediate_size", "rope_theta": "rope_theta", "rms_norm_eps": "norm_eps",
+                "tie_word_embeddings": "tied_head"}
+LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # model.py's rotary_table has these numbers
 HF_FIELDS = {  # model_type -> {transformers' name of a field: GPTConfig's}
     "gpt2": {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
              "n_embd": "n_embd", "n_inner": "intermediate_size"},
-    "llama": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
+    "llama": {**LLAMA_FIELDS, "head_dim": "head_dim"}, "qwen3": {**LLAMA_FIELDS, "head_dim": "head_dim"},
     "deepseek_v3": {"first_k_dense_replace": "n_layer",  # all layers are dense
-                    "rms_norm_eps": "norm_eps",  # 1e-5 in older exports
                     "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
                     "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
                     "v_head_dim": "v_head_dim", **LLAMA_FIELDS},
@@ -40,35 +46,40 @@ def config_to_hf(config):
     """The fields of config.json for a GPTConfig, as a dict."""
     kind = ("gpt2" if config.arch == "gpt2" else "deepseek_v3" if config.attention == "mla" else
             "qwen3" if config.qk_norm else "llama")
-    hf_config = {"model_type": kind, "tie_word_embeddings": kind == "gpt2",
-                 **{hf_name: getattr(config, name) for hf_name, name in HF_FIELDS[kind].items()}}
+    hf_config = {"model_type": kind, **{theirs: getattr(config, ours) for theirs, ours in HF_FIELDS[kind].items()}}
     if kind == "gpt2":
-        return {**hf_config, "layer_norm_epsilon": config.norm_eps,
+        return {**hf_config, "tie_word_embeddings": True, "layer_norm_epsilon": config.norm_eps,
                 "activation_function": "gelu" if config.gelu == "exact" else "gelu_new",
                 "n_ctx": config.max_seq_len}  # llama.cpp's converter reads this instead of n_positions
-    return {**hf_config, "rms_norm_eps": config.norm_eps,
-            # deepseek_v3's head_dim is the width of the rotated part
-            "head_dim": config.qk_rope_head_dim or config.n_embd // config.n_head}
+    if config.rope_factor != 1:
+        hf_config["rope_scaling"] = {**LLAMA3_ROPE, "factor": config.rope_factor}
+    if kind == "deepseek_v3":
+        hf_config["head_dim"] = config.qk_rope_head_dim  # there the width of the rotated part
+    return hf_config
 
 
 def config_from_hf(hf_config):
     """
     The GPTConfig for a config of transformers. Raises ValueError naming a field that asks for something model.py does
-    not compute, that is, one whose value config_to_hf would not write. Fields that config_to_hf never writes are
-    checked only by comparing logits. Dropout stays 0, because it is a setting of the training.
+    not compute, that is, one whose value config_to_hf would not write. Fields that are not named here are checked only
+    by comparing logits. Dropout stays 0, because it is a setting of the training.
     """
     fields = hf_config.to_dict()
     fields |= fields.get("rope_parameters") or {}  # transformers 5 keeps rope_theta there
+    rope = LLAMA3_ROPE if fields.get("rope_type") == "llama3" else {"rope_type": "default"}
     kind = fields["model_type"]
     if kind not in HF_FIELDS:
         raise ValueError(f"its config.json has model_type={kind!r}, expected one of {', '.join(HF_FIELDS)}")
     config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
                        qk_norm=kind == "qwen3",
                        gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
+                       rope_factor=fields["factor"] if rope is LLAMA3_ROPE else 1.0,
                        **{name: fields[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
     # the logits of a short text do not depend on the first two
-    for name, value in {"rope_type": "default", "use_sliding_window": False, **config_to_hf(config)}.items():
-        if fields.get(name) not in (None, value):  # None stands for the default, which is ours
+    expected = {**rope, "use_sliding_window": False, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
+                **config_to_hf(config)}
+    for name, value in expected.items():
+        if name != "rope_scaling" and fields.get(name) not in (None, value):  # None stands for the default, ours
             raise ValueError(f"its config.json has {name}={fields[name]!r}, expected {value!r}")
     return config
 
@@ -116,19 +127,22 @@ def compare_logits(hf_model, model, length):
     model that was hardly trained are too small to differ, so both heads are scaled up meanwhile, by a power of two.
     """
     idx = torch.arange(length)[None] % model.config.vocab_size
-    heads = hf_model.get_output_embeddings().weight, model.lm_head.weight
+    heads = {head.data_ptr(): head for head in (hf_model.get_output_embeddings().weight, model.lm_head.weight)}
     scale = 2.0 ** max(0, round(math.log2(50 / model(idx).abs().max().clamp(min=1e-3))))
-    for head in heads:
+    for head in heads.values():  # one, if the models share it
         head *= scale
     same = torch.allclose(hf_model(idx).logits, model(idx), rtol=1e-3, atol=1e-3)
-    for head in heads:
+    for head in heads.values():
         head /= scale
     if not same:
         raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
 
 
-def read_model(folder, config):
-    """The GPT in a Hugging Face folder. Raises ValueError if its weights are not those that config.json describes."""
+def read_weights(folder, config, dtype):
+    """
+    The weights in a Hugging Face folder as a GPT's state dict, of a dtype, which is the folder's or a wider one.
+    Raises ValueError if they are not those that config.json describes.
+    """
     import transformers
     hf_model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False,
@@ -137,67 +151,94 @@ def read_model(folder, config):
         names = sorted(name for name in names if "masked_bias" not in name)  # a constant that old versions saved
         if names:
             raise ValueError(f"its weights do not fit its config.json: {problem} {names}")
-    model = GPT(config)
-    model.load_state_dict(from_hf(hf_model.state_dict(), config))
-    compare_logits(hf_model, model, min(64, config.max_seq_len))
-    return model
+    if config.tied_head and not torch.equal(*(module.weight for module in (hf_model.get_input_embeddings(),
+                                                                           hf_model.get_output_embeddings()))):
+        raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a head of their own")
+    with torch.device("meta"):  # no memory, until it shares that of hf_model
+        model = GPT(config)
+    model.load_state_dict(from_hf(hf_model.state_dict(), config), assign=True)
+    compare_logits(hf_model, model.eval(), min(64, config.max_seq_len))
+    return {name: weights.to(dtype) for name, weights in model.state_dict().items()}
 
 
 def load_hf(path):
     """
-    load_checkpoint's dict for a Hugging Face folder, or for one of GPT2_MODELS from the hub, in float32. A folder that
-    export_hf.py wrote has the facts about its run in run.json. Exits with an error if path is neither, or if model.py
-    computes something else than transformers.
+    load_checkpoint's dict for a Hugging Face folder, or for a model of the hub. bfloat16 weights stay that. A model
+    with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
+    run.json. Exits with an error if path is neither, or if model.py computes something else than transformers.
     """
     transformers, folder = import_transformers(), path
     from huggingface_hub import snapshot_download
     print0(f"loading {path} with transformers ...")
     with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
-                         f"a Hugging Face folder, or, with a network, one of {', '.join(GPT2_MODELS)}"):
+                         f"a Hugging Face folder, or, with a network, owner/name on the hub, or one of "
+                         f"{', '.join(GPT2_MODELS)}"):
         if not folder.exists():  # snapshot_download needs no network for what it has fetched before
-            folder = Path(snapshot_download(f"openai-community/{path}",
-                                            allow_patterns=["config.json", "model.safetensors"]))
-        config = config_from_hf(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        vocabulary, run = folder / "tokenizer.json", folder / "run.json"
-        if tokenizer_of(config) == "gpt2" and vocabulary.exists():
-            if json.loads(vocabulary.read_bytes())["model"]["vocab"].get("\u0120the") != 262:  # " the"
-                raise ValueError("its tokenizer.json is not gpt2's")
-        weights, facts = read_model(folder, config).state_dict(), {}
+            name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
+        hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config, run = config_from_hf(hf_config), folder / "run.json"
+        tokenizer, chats = read_tokenizer(folder, config.vocab_size)
+        facts = {"tokenizer": tokenizer, "stage": "chat" if chats else "base"}
         if run.exists():
             found = json.loads(run.read_bytes())
-            facts = {key: found[key] for key in RUN_FACTS}
+            facts |= {key: found[key] for key in RUN_FACTS}
             facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
+        weights = read_weights(folder, config, torch.bfloat16 if hf_config.dtype == torch.bfloat16 else torch.float32)
         return convert_checkpoint(weights, config, path=str(path), **facts)
 
 
 # -----------------------------------------------------------------------------
 # our checkpoint
 
-def tokenizer_of(config):
-    """The tokenizer's name, inferred from the size of the vocabulary. Raises ValueError for any other size."""
-    tokenizer = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}.get(config.vocab_size)
-    if tokenizer is None:
-        raise ValueError(f"its vocabulary has {config.vocab_size} ids, expected 50257 or 50304 (gpt2) or 384 (bytes)")
-    return tokenizer
+def read_tokenizer(folder, vocab_size):
+    """
+    The tokenizer of a Hugging Face folder, as a checkpoint keeps it, and whether it has a chat template: gpt2 or bytes
+    if a vocabulary of that size is theirs, else its files. Raises an exception of any kind if it has none.
+    """
+    name = VOCABULARIES.get(vocab_size)
+    if not (folder / "tokenizer.json").exists():
+        if name is None:
+            raise ValueError(f"it has no tokenizer.json, and its vocabulary of {vocab_size} ids is neither gpt2's nor "
+                             f"that of bytes")
+        return name, False
+    from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs a package more
+    files = read_files(folder)
+    vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
+    if name == "gpt2" and vocabulary.get("\u0120the") == 262 or name == "bytes" and len(vocabulary) == 256:  # " the"
+        return name, False
+    tokenizer = HFTokenizer(files)
+    if tokenizer.n_vocab > vocab_size:
+        raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, and its model {vocab_size}")
+    return files, has_template(tokenizer)
 
 
 def convert_checkpoint(weights, gpt_config, **facts):
     """
     load_checkpoint's dict for weights trained elsewhere. gpt2's 50257 ids are padded to 50304, with the mean of their
     rows: a row of zeros would have the logit 0, far above that of GPT-2's likeliest token, and would win the softmax.
+    Any other vocabulary is padded to a multiple of 128 in the same way.
     """
-    tokenizer, padding = tokenizer_of(gpt_config), -gpt_config.vocab_size % 128
-    for name in ("transformer.wte.weight", "lm_head.weight"):
+    padding = -gpt_config.vocab_size % 128
+    for name in ("transformer.wte.weight", "lm_head.weight") if padding else ():
         rows = weights[name]
         weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
     model_args = {**asdict(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
-    return {"model": weights, "model_args": model_args, "tokenizer": tokenizer, "stage": "base", "iter_num": 0,
+    return {"model": weights, "model_args": model_args, "stage": "base", "iter_num": 0,
             "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
+
+
+def is_hub_name(path):
+    """Whether a path that does not exist may be a model of the hub: gpt2, ..., or owner/name."""
+    return str(path) in GPT2_MODELS or bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.pt)", str(path)))
 
 
 def convert_nanogpt(checkpoint):
     """nanoGPT's ckpt.pt as load_checkpoint's dict. Its GELU is exact; with bias=False its biases are zero here."""
     args, iter_num = checkpoint["model_args"], checkpoint["iter_num"]
+    tokenizer = VOCABULARIES.get(args["vocab_size"])
+    if tokenizer is None:
+        raise ValueError(f"its vocabulary has {args['vocab_size']} ids, expected 50257 or 50304 (gpt2) or 384 (bytes)")
     config = GPTConfig(gelu="exact", max_seq_len=args["block_size"],
                        **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")})
     # compiled models are saved with the prefix _orig_mod.; .attn.bias is a causal mask, saved by torch before 2.0
@@ -205,5 +246,5 @@ def convert_nanogpt(checkpoint):
                if not name.endswith(".attn.bias")}
     biases = {name.replace("weight", "bias"): torch.zeros(len(tensor)) for name, tensor in weights.items()
               if ".h." in name or ".ln_f." in name}
-    return convert_checkpoint({**biases, **weights}, config, config=checkpoint["config"], iter_num=iter_num,
-                              val_loss=float(checkpoint["best_val_loss"]), val_iter=iter_num)
+    return convert_checkpoint({**biases, **weights}, config, tokenizer=tokenizer, config=checkpoint["config"],
+                              iter_num=iter_num, val_loss=float(checkpoint["best_val_loss"]), val_iter=iter_num)

@@ -3,7 +3,7 @@ GPT-2 and Llama-style transformers in one file.
 
     gpt2   LayerNorm with bias, learned positions, tanh GELU, biases, head tied to the embedding.
            Radford et al. 2019; equals transformers' GPT2LMHeadModel, or with gelu="exact" nanoGPT's model.
-    llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head.
+    llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head by default.
            Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM.
 
 Both come with multi-head (mha) or multi-head latent attention (mla). llama with mla equals DeepseekV3ForCausalLM with
@@ -11,7 +11,7 @@ dense layers only.
 
 Shape letters in this file:
     B batch, T positions in this call, S positions in the cache, C = n_embd, V = vocab_size
-    nh = n_head, nkv = n_kv_head, hd = head_dim = C / nh, N = B * T
+    nh = n_head, nkv = n_kv_head, hd = head_dim, N = B * T
 """
 import math
 from dataclasses import dataclass
@@ -35,12 +35,15 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     n_kv_head: int | None = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
+    head_dim: int | None = None  # llama: width of a head; None: C / n_head
+    tied_head: bool | None = None  # llama: the head is the embedding's matrix, as it is in gpt2; None: False
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
     local_heads: bool = False  # llama: initialize heads to attend a few positions back; needs both norms above
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
+    rope_factor: float = 1.0  # llama: Llama 3's factor on wavelengths of 8192 positions and more
     norm_eps: float | None = None  # of the norms between layers; None: 1e-5, llama with mla DeepSeek's 1e-6
     kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: 128, at most C / 2
     q_lora_rank: int | None = None  # mla, llama: latent width for queries; None: queries straight from x
@@ -53,8 +56,8 @@ class GPTConfig:
         """Replaces None by the derived value. Raises ValueError, naming the field, if no such model can be built."""
         gpt2, mla, C, hd = self.arch == "gpt2", self.attention == "mla", self.n_embd, self.n_embd // self.n_head
         # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
-        derived = {"n_kv_head": self.n_head, "intermediate_size": 4 * C if gpt2 else 64 * math.ceil(C / 24),
-                   "norm_eps": 1e-6 if mla and not gpt2 else 1e-5}
+        derived = {"n_kv_head": self.n_head, "head_dim": hd, "tied_head": gpt2, "intermediate_size": 4 * C if gpt2 else
+                   64 * math.ceil(C / 24), "norm_eps": 1e-6 if mla and not gpt2 else 1e-5}
         if mla:
             # By default a head's query and key, nope + rope, are as wide as its value. If the widths differ, SDPA can
             # not use its flash kernels: CUDA falls back to the memory-efficient one, a CPU to all T x T weights.
@@ -69,16 +72,17 @@ class GPTConfig:
             if not ok:
                 raise ValueError(f"{name}={getattr(self, name)}: {accepted}")
 
-        expect("n_embd", C % self.n_head == 0, f"expected a multiple of n_head={self.n_head}")
+        expect("n_embd", self.head_dim != hd or C % self.n_head == 0, f"expected a multiple of n_head={self.n_head}")
         for name in NO_CHOICE[self.arch] + NO_CHOICE[self.attention]:
             value = derived.get(name, getattr(GPTConfig, name))
             expect(name, getattr(self, name) == value,
                    f"expected {value}, the only value with arch={self.arch} attention={self.attention}")
         expect("local_heads", not self.local_heads or self.qk_norm and self.embed_norm,
                "expected False without qk_norm=True and embed_norm=True")
+        expect("embed_norm", gpt2 or not (self.embed_norm and self.tied_head), "expected False with tied_head=True")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
         if not gpt2:
-            rotated = self.qk_rope_head_dim if mla else hd
+            rotated = self.qk_rope_head_dim if mla else self.head_dim
             expect("qk_rope_head_dim" if mla else "n_head", rotated and rotated % 2 == 0,
                    f"rotary positions need an even width, it is {rotated}")
 
@@ -86,8 +90,9 @@ class GPTConfig:
 MLA_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields that a variant does not use. gpt2 with mla is a plain GPT-2 once keys and values are multiplied out.
 NO_CHOICE = {
-    "gpt2": ("n_kv_head", "qk_norm", "embed_norm", "local_heads", *MLA_SIZES[1:]), "llama": ("gelu",),
-    "mha": MLA_SIZES, "mla": ("n_kv_head", "qk_norm", "local_heads")}
+    "gpt2": ("n_kv_head", "head_dim", "tied_head", "qk_norm", "embed_norm", "local_heads", *MLA_SIZES[1:]),
+    "llama": ("gelu",), "mha": MLA_SIZES,
+    "mla": ("n_kv_head", "head_dim", "tied_head", "rope_factor", "qk_norm", "local_heads")}
 
 
 # -----------------------------------------------------------------------------
@@ -159,13 +164,13 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.attend, self.decode = attend, decode_attention
         self.dropout = config.dropout
-        hd = self.head_dim = config.n_embd // config.n_head
+        hd = self.head_dim = config.head_dim
         self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
-        self.q_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(hd, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.cache_shapes = [(config.n_kv_head, hd)] * 2
 
     def forward(self, x, rope, positions, mask, cache):
@@ -260,6 +265,22 @@ class MLA(nn.Module):
         scale = 1 / math.sqrt(c.qk_nope_head_dim + c.qk_rope_head_dim)
         y = self.decode(q, keys, keys[..., :c.kv_lora_rank], mask, scale)  # (B, 1, nh, rank)
         return torch.einsum("bthr,hdr->bthd", y, up_v).flatten(2)
+
+
+def rotary_table(config, width):
+    """
+    cos and sin of each position's angles, (2, max_seq_len, width / 2) float32 (Su et al. 2021, section 3.2.2), on the
+    CPU even if the model is built on the device meta. rope_factor: Llama 3.1 (Dubey et al. 2024) was trained further
+    on long rows, with waves of 8192 positions and more made longer by it, those of 2048 and less kept, and a smooth
+    transition between.
+    """
+    frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
+    if config.rope_factor != 1:
+        kept = ((8192 * frequencies / (2 * math.pi) - 1) / 3).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / config.rope_factor)
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, frequencies)  # in radians
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def interleaved_to_half(x):
@@ -399,14 +420,11 @@ class GPT(nn.Module):
         self.recompute = False  # activation checkpointing
         if config.arch == "gpt2":
             self.transformer["wpe"] = nn.Embedding(config.max_seq_len, config.n_embd)
-            self.lm_head.weight = self.transformer.wte.weight
         else:
-            rotated = config.qk_rope_head_dim or config.n_embd // config.n_head  # all of a head, except with mla
-            # rotary positions (Su et al. 2021, section 3.2.2)
-            frequencies = config.rope_theta ** (-torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
-            angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)  # in radians
-            # (2, max_seq_len, rotated / 2)
-            self.rope = nn.Buffer(torch.stack((angles.cos(), angles.sin())), persistent=False)
+            rotated = config.qk_rope_head_dim or config.head_dim  # all of a head, except with mla
+            self.rope = nn.Buffer(rotary_table(config, rotated), persistent=False)
+        if config.tied_head:
+            self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
     def init_weights(self):
@@ -475,7 +493,7 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.config.max_seq_len:
             raise ValueError(f"{T} tokens: expected at most max_seq_len={self.config.max_seq_len}")
-        x = self.transformer.wte(idx)  # (B, T, C)
+        x = self.transformer.wte(idx).float()  # (B, T, C); a frozen embedding may be in bfloat16
         if self.config.embed_norm:
             x = F.rms_norm(x, (x.size(-1),), eps=1e-5)
         if positions is None:
@@ -510,10 +528,10 @@ class GPT(nn.Module):
         none; a tied table counts as the head.
         """
         c = self.config
-        table = "transformer.wpe.weight" if c.arch == "gpt2" else "transformer.wte.weight"
+        table = "transformer.wpe.weight" if c.tied_head else "transformer.wte.weight"
         matmuls = sum((6 if p.requires_grad else 4) * p.numel() for name, p in self.named_parameters()
                       if name != table)
-        widths = 2 * c.n_embd // c.n_head  # of q . k and of p . v
+        widths = 2 * c.head_dim  # of q . k and of p . v
         if c.attention == "mla":
             widths = c.qk_nope_head_dim + c.qk_rope_head_dim + c.v_head_dim
         return matmuls + 6 * c.n_layer * T * c.n_head * widths

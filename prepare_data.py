@@ -4,6 +4,7 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
     python prepare_data.py --max_tokens=1000000000                       # FineWeb-Edu, its first billion tokens
     python prepare_data.py --files='dir/*.parquet' --data_dir=data/mine  # or .jsonl, .json, .txt, also .gz or .zst
     python prepare_data.py --dataset=python                              # the standard library, nothing to download
+    python prepare_data.py --tokenizer=my-tokenizer                      # a folder with a tokenizer.json
 
 A .txt file is one document in UTF-8. CRLF line ends become LF, and a byte order mark stays, as the character U+FEFF.
 
@@ -27,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from filelock import FileLock
@@ -36,7 +37,7 @@ from tqdm import tqdm
 from configurator import Positive, configure, fail, format_error, one_line_errors
 from python_text import python_conversations, python_files
 from shards import read_shard, shard_header
-from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes
+from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype, tokenizer_entry
 
 # suffix -> arguments of load_dataset; parquet's batch is a row group by default, which may be a whole file
 JSON = {"path": "json", "encoding": "json_with_half_pairs"}
@@ -124,15 +125,16 @@ def count_cpus():
 
 def tokenize(tokenizer, documents):
     """
-    Returns the tokens of documents, (n,) uint16, with <|endoftext|> before each, and counts. Documents are skipped if
-    they are empty, not text, or refused by tiktoken, which does not encode about a million consecutive spaces.
+    Returns the tokens of documents, (n,) of token_dtype, with <|endoftext|> before each, and counts. Documents are
+    skipped if they are empty, not text, or refused by tiktoken, which does not encode about a million consecutive
+    spaces.
     """
     eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
     for text in documents:
         with suppress(TypeError, ValueError):
             if text:
                 pieces += [eot, encode(tokenizer, text)]
-    tokens, kept = np.concatenate([eot[:0], *pieces]).astype("<u2"), len(pieces) // 2
+    tokens, kept = np.concatenate([eot[:0], *pieces]).astype(token_dtype(tokenizer)), len(pieces) // 2
     return tokens, {"documents": kept, "documents skipped": len(documents) - kept, "tokens": len(tokens),
                     "bytes": int(token_bytes(tokenizer)[tokens].sum())}
 
@@ -193,15 +195,18 @@ def write_shard(folder, tokens, meta):
     if meta["train shards"] == 0:
         names, shards = ["val_000000.bin", *names], np.split(tokens, [meta["val_tokens"]])
     for name, shard in zip(names, shards):
-        write_atomically(folder / name, shard_header(len(shard)), shard)
+        write_atomically(folder / name, shard_header(len(shard), shard.dtype.str), shard)
         meta.setdefault("checksums", {})[name] = zlib.crc32(shard)
     meta["train shards"] += 1
     write_meta(folder, meta)
 
 
-def write_shards(folder, batches, max_tokens, meta):
-    """Write batches of tokens as shards until there are max_tokens, or no more batches. Keeps meta up to date."""
-    shard = bytearray()
+def write_shards(folder, batches, max_tokens, dtype, meta):
+    """
+    Write batches of tokens, of a dtype, as shards until there are max_tokens, or no more batches. Keeps meta up to
+    date.
+    """
+    shard, size = bytearray(), np.dtype(dtype).itemsize
     with tqdm(total=max_tokens, initial=meta["tokens"], unit="tok", unit_scale=True) as bar:
         for tokens, counts, state in batches:
             shard += tokens.tobytes()
@@ -209,13 +214,13 @@ def write_shards(folder, batches, max_tokens, meta):
             bar.update(len(tokens))
             if max_tokens and meta["tokens"] >= max_tokens:
                 break
-            if len(shard) // 2 >= meta["shard_size"] + (meta["val_tokens"] if meta["train shards"] == 0 else 0):
-                write_shard(folder, np.frombuffer(shard, "<u2"), meta)
+            if len(shard) // size >= meta["shard_size"] + (meta["val_tokens"] if meta["train shards"] == 0 else 0):
+                write_shard(folder, np.frombuffer(shard, dtype), meta)
                 shard = bytearray()
         else:
             meta["exhausted"] = True
     if shard and meta["tokens"] > meta["val_tokens"]:
-        write_shard(folder, np.frombuffer(shard, "<u2"), meta)
+        write_shard(folder, np.frombuffer(shard, dtype), meta)
 
 
 if __name__ == "__main__":
@@ -225,10 +230,10 @@ if __name__ == "__main__":
     files: str | None = None  # local files instead: paths or globs, separated by commas
     text_column: str = "text"  # the column, or key, that holds a document
     data_dir: str | None = None  # where the shards go; None: data/NAME
-    tokenizer: Literal["gpt2", "bytes"] | None = None  # None: gpt2, but bytes for --dataset=python
+    tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, for python bytes
     max_tokens: Positive | None = None  # stop with the batch that reaches this many, validation included; None: all
     val_tokens: Positive | None = None  # exactly the first ones; None: 2**20, at most about a tenth of local files
-    shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens of a training shard, 2 bytes each
+    shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens of a training shard
     num_threads: Positive = count_cpus()  # that tokenize; the default is one per CPU that this process may use
     _, overrides = configure(globals())
     if sys.stdout:  # not closed
@@ -244,7 +249,7 @@ if __name__ == "__main__":
         source, reader = find_source(files, dataset, dataset_config, dataset_split)
     encoding = get_tokenizer(tokenizer or ("bytes" if dataset == "python" else "gpt2"))
     n_bytes = sum(size for _, size in source.get("files", ()))
-    tenth = n_bytes // (40 if encoding.name == "gpt2" else 10)  # a token of gpt2 is some 4 bytes
+    tenth = n_bytes // (10 if encoding.name == "bytes" else 40)  # other tokens are some 4 bytes
     recipe = {"tokenizer": encoding.name, "vocab_size": padded_vocab_size(encoding), "source": source,
               "text_column": text_column, "val_tokens": val_tokens or min(2 ** 20, tenth or 2 ** 20),
               "shard_size": shard_size}
@@ -270,8 +275,13 @@ if __name__ == "__main__":
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
+            if encoding.name not in ("gpt2", "bytes"):
+                (folder / "tokenizer").mkdir(exist_ok=True)
+                for name, text in tokenizer_entry(encoding).items():
+                    write_atomically(folder / "tokenizer" / name, text.encode())
             batches = read_batches(source, reader, text_column, meta["state"])
-            write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
+            write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, token_dtype(encoding),
+                         meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:

@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoint import describe_model, load_model
+from checkpoint import check_chat_format, describe_model, load_model
 from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
-from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat, sanitize
+from tokenizer import chat_tokens, count_ids, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
 
 @torch.no_grad()
@@ -132,7 +132,8 @@ def compile_step(model, batch):
 def generation_limits(tokenizer, chat):
     """Arguments stop_ids and n_vocab of generate. A chat token stops a chat model; a base model has learned none."""
     special = chat_tokens(tokenizer).values() if chat else []
-    return {"stop_ids": [tokenizer.eot_token, *special], "n_vocab": tokenizer.n_vocab + len(special)}
+    return {"stop_ids": [tokenizer.eot_token, *getattr(tokenizer, "stop_ids", []), *special],
+            "n_vocab": count_ids(tokenizer) if chat else tokenizer.n_vocab}
 
 
 def sample_hook(model, tokenizer, autocast, prompt, stage, config):
@@ -171,6 +172,7 @@ if __name__ == "__main__":
     top_p: Fraction = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
     min_p: Fraction = 0.0  # drop tokens less likely than this fraction of the likeliest
     seed: Seed | None = 1337  # sample i uses seed + i; None: a new text each time
+    max_seq_len: Positive | None = None  # positions to remember; None: the model's, at most 4096
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
     compile: bool = False  # compile the decoding step: takes a minute, then about twice the tokens/s
@@ -188,7 +190,12 @@ if __name__ == "__main__":
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     model, loaded = load_model(checkpoint, torch_device)
     print(describe_model(loaded))
-    tokenizer, max_len = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
+    tokenizer, positions = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
+    if (max_seq_len or 1) > positions:
+        fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
+    max_len = model.config.max_seq_len = max_seq_len or min(4096, positions)
+    if chat:
+        check_chat_format(checkpoint, tokenizer, model.config.vocab_size)
     limits = generation_limits(tokenizer, chat)
     if compile:
         print("compiling the decoding step ...", flush=True)
@@ -217,7 +224,7 @@ if __name__ == "__main__":
             print(" (stopped)", end="")
         print(decoder.decode(b"", final=True))  # half a character
         if len(ids) > max_len + 1:  # the last one is not read
-            print(f"(that is longer than the model's {max_len} positions: it has forgotten the beginning)")
+            print(f"(that is longer than {max_len} positions: the model has forgotten the beginning)")
         return generated
 
     # completion
@@ -249,10 +256,10 @@ if __name__ == "__main__":
             elif message:
                 messages.append({"role": "user", "content": message})
                 room = max_len - min(max_new_tokens, max_len // 4)
-                while len(ids := render_chat(tokenizer, system_message + messages)[0]) >= room and len(messages) > 1:
+                while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
+                       and len(messages) > 1):
                     print("(the oldest turn does not fit any more and is forgotten)")
                     del messages[:2]
-                ids.append(chat_tokens(tokenizer)["assistant"])
                 messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
             if text:
                 break

@@ -1,7 +1,8 @@
 """
-The format of token shards: 256 int32 (magic, version, number of tokens, zeros), then uint16 tokens. It is the layout
-of llm.c and modded-nanogpt, so their ready-made FineWeb shards train here, and ours there. A folder holds
-{train,val}_000000.bin, ..., and meta.json. This file does not import torch, so that prepare_data.py starts at once.
+The format of token shards: 256 int32 (magic, version, number of tokens, zeros), then the tokens, uint16, or uint32 for
+a vocabulary of more than 65,534. It is the layout of llm.c and modded-nanogpt, so their ready-made FineWeb shards
+train here, and ours there. A folder holds {train,val}_000000.bin, ..., meta.json, and tokenizer/ with the files of a
+tokenizer that is neither gpt2 nor bytes. This file does not import torch, so that prepare_data.py starts at once.
 """
 import json
 import os
@@ -13,26 +14,28 @@ import numpy as np
 
 from configurator import fail, one_line_errors
 
-HEADER_BYTES, MAGIC, VERSION = 1024, 20240520, 1
+HEADER_BYTES = 1024
+HEADERS = {"<u2": [20240520, 1], "<u4": [20240801, 7]}  # type of the tokens -> magic and version
 
 
-def shard_header(n_tokens):
-    return struct.pack("<3i", MAGIC, VERSION, n_tokens).ljust(HEADER_BYTES, b"\0")
+def shard_header(n_tokens, dtype="<u2"):
+    return struct.pack("<3i", *HEADERS[dtype], n_tokens).ljust(HEADER_BYTES, b"\0")
 
 
 def read_shard(path, checksum=None):
     """
-    The tokens of a shard, memory-mapped: (n,) uint16. Exits with an error if it is not a whole shard. checksum: the
-    CRC-32 of its tokens, or None. It reads the whole shard, so it is compared only if the shard was written, copied or
-    moved later than meta.json.
+    The tokens of a shard, memory-mapped: (n,) uint16 or uint32. Exits with an error if it is not a whole shard.
+    checksum: the CRC-32 of its tokens, or None. It reads the whole shard, so it is compared only if the shard was
+    written, copied or moved later than meta.json.
     """
     with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
-        n = (os.path.getsize(path) - HEADER_BYTES) / 2  # not an integer if the file ends within a token
-        if n < 1 or header != [MAGIC, VERSION, n]:
+        dtype = "<u4" if header[:2] == HEADERS["<u4"] else "<u2"
+        n = (os.path.getsize(path) - HEADER_BYTES) / np.dtype(dtype).itemsize  # no integer if it ends within a token
+        if n < 1 or header != [*HEADERS[dtype], n]:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
-                             f"{[MAGIC, VERSION, n]}, the last being the number of tokens that it has")
-        shard = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
+                             f"{[*HEADERS[dtype], n]}, the last being the number of tokens that it has")
+        shard = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
         if checksum and os.stat(path).st_ctime >= os.stat(Path(path).with_name("meta.json")).st_ctime:
             if zlib.crc32(shard) != checksum:
                 raise ValueError("its tokens have changed since they were prepared")

@@ -54,7 +54,7 @@ def load_init_from(config, overrides, stage):
         config[name] = model_args[name]
     positions = model_args["max_seq_len"]
     if not resuming and overrides.get("max_seq_len") is None:
-        config["max_seq_len"] = positions if stage == "base" else min(2048, positions)
+        config["max_seq_len"] = min(2048, positions)
     if config["max_seq_len"] > positions:
         fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most "
              f"that")

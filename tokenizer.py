@@ -1,10 +1,10 @@
 """
-Tokenizers with tiktoken's interface, gpt2 and bytes, and the chat format:
+Tokenizers with tiktoken's interface, gpt2 and bytes, or that of another model (hf_tokenizer.py), and the chat format:
 
     <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
 
 <|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded
-vocabulary. A special token that a user types is plain text.
+vocabulary. A tokenizer with a chat template has that format instead. A special token that a user types is plain text.
 """
 import functools
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from configurator import fail
+from configurator import fail, one_line_errors
 
 END_OF_TEXT = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
@@ -23,12 +23,16 @@ def get_tokenizer(name):
     """
     Returns the tiktoken.Encoding called `name`: gpt2, or bytes (256 ids, nothing to download). tiktoken downloads
     gpt2's vocabulary (1.5 MB) once and keeps it in TIKTOKEN_CACHE_DIR, by default data/tiktoken beside this file.
+    Otherwise `name` is a Hugging Face folder, or what tokenizer_entry returned: returns its HFTokenizer.
     """
     if name == "bytes":
         return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
-        fail(f"tokenizer={name!r}: expected 'gpt2' or 'bytes'")
+        where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
+        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json"):
+            from hf_tokenizer import HFTokenizer, read_files  # not at the top: training does without it
+            return HFTokenizer(read_files(name) if isinstance(name, str) else name)
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data/tiktoken"))
     try:
         return tiktoken.get_encoding(name)
@@ -36,6 +40,11 @@ def get_tokenizer(name):
         fail(f"tokenizer='gpt2': its vocabulary could not be downloaded ({type(error).__name__}) and is not in "
              f"{os.environ['TIKTOKEN_CACHE_DIR']}; set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the "
              f"data with --tokenizer=bytes, which downloads nothing")
+
+
+def tokenizer_entry(tokenizer):
+    """What a checkpoint keeps of a tokenizer, for get_tokenizer: gpt2, bytes, or the files of an HFTokenizer."""
+    return getattr(tokenizer, "files", tokenizer.name)
 
 
 def encode(tokenizer, text):
@@ -49,44 +58,64 @@ def encode(tokenizer, text):
         return encode(tokenizer, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
+def has_template(tokenizer):
+    """Whether a chat template comes with a tokenizer, instead of the four chat tokens."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def count_ids(tokenizer):
+    """How many ids the tokenizer and the chat tokens have."""
+    return tokenizer.n_vocab + (0 if has_template(tokenizer) else 4)
+
+
 def padded_vocab_size(tokenizer):
-    """How many ids the tokenizer and the four chat tokens need, rounded up to a multiple of 128 (gpt2: 50304)."""
-    return -(-(tokenizer.n_vocab + 4) // 128) * 128
+    """count_ids, rounded up to a multiple of 128 (gpt2: 50304)."""
+    return -(-count_ids(tokenizer) // 128) * 128
+
+
+def token_dtype(tokenizer):
+    """The type of tokens on disk: uint16 if it holds all ids, with two to spare for marks, else uint32."""
+    return "<u2" if count_ids(tokenizer) <= 2 ** 16 - 2 else "<u4"
 
 
 @functools.cache
 def token_bytes(tokenizer):
     """The number of bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
-    for i in range(tokenizer.eot_token):  # <|endoftext|> is the last id, and the only special token
-        sizes[i] = len(tokenizer.decode_single_token_bytes(i))
+    special = getattr(tokenizer, "special", [tokenizer.eot_token])
+    for i in range(tokenizer.n_vocab):
+        sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
     return sizes
 
 
 def chat_tokens(tokenizer):
-    """{"system": id, "user": id, "assistant": id, "end": id}"""
+    """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template of its own only the last."""
+    if has_template(tokenizer):
+        return {"end": tokenizer.end_token}
     return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
 
 
-def render_chat(tokenizer, messages):
+def render_chat(tokenizer, messages, prompt=False):
     """
     messages: [{"role": "system" | "user" | "assistant", "content": str}, ...]. Returns (ids, trained), two lists of
     equal length; trained says which ids the model learns to write: assistant content and its <|end|>.
-    To prompt for an answer, append chat_tokens(tokenizer)["assistant"] to the ids.
+    prompt: add the beginning of an answer, <|assistant|>.
     """
+    if has_template(tokenizer):
+        return tokenizer.render_chat(messages, prompt)
     special = chat_tokens(tokenizer)
     ids, trained = [tokenizer.eot_token], [False]
     for message in messages:
         content = encode(tokenizer, message["content"]).tolist()
         ids += [special[message["role"]], *content, special["end"]]
         trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
-    return ids, trained
+    return (ids + [special["assistant"]], trained + [False]) if prompt else (ids, trained)
 
 
 def decode_chat(tokenizer, ids):
     """The text of ids, with the chat tokens spelled out."""
     names = {i: f"<|{name}|>".encode() for name, i in chat_tokens(tokenizer).items()}
-    pieces = [names.get(i) or (tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else b"<|padding|>")
+    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else names.get(i, b"<|padding|>")
               for i in ids]
     return b"".join(pieces).decode("utf-8", errors="replace")
 

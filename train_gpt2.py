@@ -28,6 +28,7 @@ from machine import peak_flops
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr_and_momentum
 from start import check_out_dir, load_init_from, report_settings
+from tokenizer import tokenizer_entry
 
 # -----------------------------------------------------------------------------
 # settings
@@ -163,7 +164,7 @@ state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, max_iters, config, checkpoint, state, metrics)
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_token], config, "base")
 
-facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer.name,
+facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
              data=train_data.fingerprint, stage="base")
 checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0

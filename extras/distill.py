@@ -17,7 +17,6 @@ from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
-from tokenizer import padded_vocab_size
 
 
 # -----------------------------------------------------------------------------
@@ -51,7 +50,10 @@ def cached_teacher(s, lse_T, u, row):
     column.
     """
     k = row.size(-1) // 2
-    ids, t = row[:, :k].long() & 0xFFFF, row[:, k:].view(torch.float16).float()  # (chunk, k), (chunk, k + 1)
+    ids, t = row[:, :k].long(), row[:, k:]  # (chunk, k), (chunk, k + 1)
+    if row.dtype == torch.int16:
+        ids, t = ids & 0xFFFF, t.view(torch.float16)
+    t = t.view(torch.float32) if t.dtype == torch.int32 else t.float()
     n_others, top = s.size(-1) - k, s.gather(-1, ids)
     s_mean = torch.hstack((top, (row_sum(s) - row_sum(top)) / n_others))
     log_count = t.new_zeros(k + 1)  # log of the number of ids in each place
@@ -131,7 +133,7 @@ class Distillation(nn.Module):
         log_T = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
         self.log_temperature = nn.Parameter(log_T) if self.learn_temperature else log_T
         self.sums = nn.Buffer(torch.zeros(4, device=loader.device), persistent=False)  # CE, KL, agreements, targets
-        teacher_forward, self.digest = load_teacher(loader, config, dtype, options)
+        teacher_forward, self.digest = load_teacher(loader, config, dtype, options, model.config.vocab_size)
         if checkpoint and checkpoint["teacher"]["digest"] != self.digest:
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
@@ -142,7 +144,7 @@ class Distillation(nn.Module):
             if checkpoint:  # steps that were rolled back have read rows, too
                 n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
             key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
-            cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k)
+            cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
 
             def label(n_rows, teacher_forward):
                 self.n_rows = n_rows
@@ -152,7 +154,7 @@ class Distillation(nn.Module):
                 """A transform: after a rollback the run reads more rows than planned, up to eval_interval steps."""
                 if min(loader.rows_seen + two_batches, len(data)) > self.n_rows:
                     label(self.n_rows + config["eval_interval"] * global_batch_size,
-                          load_teacher(loader, config, dtype, None)[0])
+                          load_teacher(loader, config, dtype, None, model.config.vocab_size)[0])
                 return {}
 
             label(n_rows, teacher_forward)
@@ -191,16 +193,25 @@ class Distillation(nn.Module):
             self.log_temperature.data.fill_(state["log_temperature"])
 
 
-def load_teacher(loader, config, dtype, options):
-    """Returns a function from a batch to what DistillLoss needs of the teacher, and a digest of the teacher."""
+def load_teacher(loader, config, dtype, options, vocab_size):
+    """
+    Returns a function from a batch to what DistillLoss needs of the teacher, and a digest of the teacher. vocab_size:
+    the student's; a teacher's further ids are padding, and are left out.
+    """
     data, device = loader.dataset, loader.device
     net, checkpoint = load_model(config["teacher"], "cpu")
     check_tokenizer("the student", data.tokenizer, checkpoint)
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
              f"that")
+    if net.config.vocab_size < vocab_size:
+        fail(f"--teacher={config['teacher']}: has {net.config.vocab_size} ids, the student {vocab_size}; give a "
+             f"teacher with as many")
     model_args = {**checkpoint["model_args"], "dropout": 0.0}
-    del model_args["local_heads"]  # neither changes what the teacher computes
+    for name in ("local_heads", "head_dim", "tied_head"):  # they change nothing, or show in the weights
+        del model_args[name]
+    if model_args["rope_factor"] == 1:  # as before there was one: older runs resume
+        del model_args["rope_factor"]
     digest = digest_weights(model_args, net.state_dict())
     net.requires_grad_(False)
     if config.get("fsdp") or config.get("shard_teacher"):
@@ -220,7 +231,7 @@ def load_teacher(loader, config, dtype, options):
             hidden = net.hidden_states(batch["idx"], batch.get("positions"), batch.get("mask"))
         # copy: with reduce-overhead the next call overwrites it. Under FSDP the head is whole, too: it belongs to the
         # root, which stays gathered after its forward
-        head = net.lm_head.weight.to(getattr(torch, dtype))
+        head = net.lm_head.weight[:vocab_size].to(getattr(torch, dtype))
         return {"teacher": hidden.to(head.dtype, copy=True), "teacher_head": head}
 
     return teacher_forward, digest
@@ -233,28 +244,32 @@ def encode_top_k(log_probs, k):
     """
     Log-probabilities (T, V) -> (T, 2 k + 1) int16: the k likeliest ids, modulo 2^16, and the bits of k + 1 float16:
     the log-probabilities of these ids, then the one that every other id gets. Those ids share the remaining
-    probability evenly.
+    probability evenly. With more than 2^16 ids int32, and the bits of float32.
     """
     top, ids = log_probs.topk(k)
     others = row_lse(log_probs.scatter(-1, ids, -math.inf)) - math.log(log_probs.size(-1) - k)
-    return torch.hstack((ids.short(), torch.hstack((top, others)).half().view(torch.int16)))
+    values = torch.hstack((top, others))
+    if log_probs.size(-1) > 2 ** 16:
+        return torch.hstack((ids.int(), values.view(torch.int32)))
+    return torch.hstack((ids.short(), values.half().view(torch.int16)))
 
 
 class TeacherCache:
     """
     A teacher's outputs for each row of a data set, by row number, so they serve any order of the rows: a sparse file
-    of int16 (rows, T, 2 k + 1), see encode_top_k, with 4 k + 2 bytes per token. A row whose last number is zero is
-    missing: a sparse file reads as zeros, and a log-probability is below log 1 = 0.
+    (rows, T, 2 k + 1), see encode_top_k, with 4 k + 2 bytes per token, or twice as many. A row whose last number is
+    zero is missing: a sparse file reads as zeros, and a log-probability is below log 1 = 0.
     """
 
-    def __init__(self, path, dataset, k):
+    def __init__(self, path, dataset, k, vocab_size):
         open(path, "a").close()
-        self.k, self.vocab_size = k, padded_vocab_size(dataset.tokenizer)
-        self.rows = np.memmap(path, "<i2", "r+", shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
+        self.k, self.vocab_size = k, vocab_size
+        self.rows = np.memmap(path, "<i2" if vocab_size <= 2 ** 16 else "<i4", "r+",
+                              shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
-        if (rows[..., :self.k].astype("<u2") >= self.vocab_size).any():
+        if (rows[..., :self.k].astype(f"<u{rows.itemsize}") >= self.vocab_size).any():
             fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
                  alone=True)
         if not rows[:, -1, -1].all():
@@ -281,6 +296,7 @@ class TeacherCache:
                 for i, hidden in zip(batch.tolist(), output["teacher"]):
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
                     file.seek(i * self.rows[0].nbytes)
-                    file.write(encode_top_k(log_probs, self.k).cpu().numpy().astype("<i2"))
+                    file.write(encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype))
         all_reduce(torch.zeros((), device=loader.device))  # wait until all have written
-        self.rows = np.memmap(path, "<i2", "r+", shape=self.rows.shape)  # again: other machines may have written to it
+        # again: other machines may have written to it
+        self.rows = np.memmap(path, self.rows.dtype, "r+", shape=self.rows.shape)

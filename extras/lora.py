@@ -77,11 +77,12 @@ class Adapters:
 
 class Lora:
     """
-    Adds adapters to a model that holds the base's weights. On resume it loads those weights first. Its state is the
-    entry "lora" of a checkpoint: alpha, and where the base is (path, absolute) with its fingerprint.
+    Adds adapters to a model that holds the base's weights. On resume it loads those weights first. dtype: of the
+    matmuls; with bfloat16 the frozen matrices are kept in it. Its state is the entry "lora" of a checkpoint: alpha,
+    and where the base is (path, absolute) with its fingerprint.
     """
 
-    def __init__(self, model, config, checkpoint, resuming):
+    def __init__(self, model, config, dtype, checkpoint, resuming):
         path = checkpoint["path"]
         if config["optimizer"] != "adamw":
             fail(f"--optimizer={config['optimizer']}: adapters (--lora_rank) train with adamw")
@@ -98,6 +99,9 @@ class Lora:
                          "fingerprint": fingerprint(checkpoint)}
         torch.manual_seed(config["seed"])
         add_adapters(model, config["lora_targets"], config["lora_rank"], config["lora_alpha"], config["lora_dropout"])
+        for p in model.parameters() if dtype == "bfloat16" else ():
+            if p.dim() > 1 and not p.requires_grad:  # frozen matrices, which autocast would convert in each step
+                p.data = p.bfloat16()
         n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         print0(f"LoRA: {n_trained:,} of {sum(map(torch.numel, model.parameters())):,} parameters train")
 

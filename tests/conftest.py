@@ -337,6 +337,8 @@ VARIANTS = {
     "llama": dict(arch="llama"),
     "llama_gqa": dict(arch="llama", n_kv_head=2),
     "qwen3": dict(arch="llama", n_kv_head=2, qk_norm=True),
+    "llama3": dict(arch="llama", n_kv_head=2, tied_head=True, rope_theta=5e5, rope_factor=8.0, norm_eps=1e-6),
+    "qwen3_wide": dict(arch="llama", n_kv_head=2, head_dim=24, qk_norm=True, tied_head=True),
     "gpt2_mla": dict(arch="gpt2", attention="mla", kv_lora_rank=24),
     "llama_mla": dict(arch="llama", attention="mla", kv_lora_rank=24),
     "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10,
@@ -447,11 +449,15 @@ def jsonl(path, conversations):
     return path
 
 
+NEW_TEXT, NO_LOSS = 65534, 65535  # the marks among the targets, which are uint16
+
+
 def conversations_of(rows, start_id=256):
     """The (inputs, targets) of each conversation in rows (n, 2, T), and the number of padding positions."""
     found, padding = [], 0
     for idx, targets in rows.tolist():
         starts = [i for i in range(len(idx)) if idx[i] == start_id] + [len(idx)]
+        assert starts[:-1] == [i for i in range(len(idx)) if targets[i] == NEW_TEXT]
         for start, end in zip(starts, starts[1:]):
             if end == start + 1:
                 padding += 1

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from chat_data import build_datasets
-from conftest import (SFT, TINY, check_compiled, check_resumed, conversations_of, extra_flags, jsonl, load, new_gpt,
-                      read_log, refused, run, save_model, turns)
+from conftest import (NEW_TEXT, SFT, TINY, check_compiled, check_resumed, conversations_of, extra_flags, jsonl, load,
+                      new_gpt, read_log, refused, run, save_model, turns)
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
-
-E = 256  # <|endoftext|>
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +98,7 @@ def test_the_loss_curve_is_that_of_a_plain_loop_over_single_conversations(base, 
         for idx, targets in conversations_of(rows[order[4 * step:4 * step + 4]])[0]:
             logits = gpt(torch.tensor([idx]))[0]
             losses += [F.cross_entropy(logits[i], torch.tensor(target))
-                       for i, target in enumerate(targets) if target != E]
+                       for i, target in enumerate(targets) if target < NEW_TEXT]
         loss = torch.stack(losses).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
@@ -123,7 +121,7 @@ def test_ranks_with_unequal_targets_train_the_model_of_one(start, tasks, sft, ro
     for key in one:
         assert one[key] == pytest.approx(two[key], abs=1e-5), key
     order = np.random.default_rng((1337, 0)).permutation(len(rows))
-    per_rank = (rows[order[:len(order) // 4 * 4], 1] != E).reshape(-1, 2, 2, 64).sum((2, 3))  # (steps, 2)
+    per_rank = (rows[order[:len(order) // 4 * 4], 1] < NEW_TEXT).reshape(-1, 2, 2, 64).sum((2, 3))  # (steps, 2)
     assert (per_rank.max(1) > 1.3 * per_rank.min(1)).any()  # so a mean of the ranks' means would be another loss
     assert not [name for name in load(tmp_path)["model"] if name.startswith(("module.", "_orig_mod."))]
 

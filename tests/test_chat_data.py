@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 import chat_data
 from chat_data import (ChatDataset, best_fit, build_datasets, fill_rows, packed_mask_and_positions, parse_mixture,
                        to_messages, tokenize_conversation)
-from conftest import conversations_of, error_line, jsonl, new_gpt, turns
+from conftest import NEW_TEXT, NO_LOSS, conversations_of, error_line, jsonl, new_gpt, turns
 from model import IGNORE
 from python_text import python_conversations
 from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat
@@ -25,13 +25,17 @@ from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat
 BYTES = get_tokenizer("bytes")
 CPU = torch.device("cpu")
 E = BYTES.eot_token
+SPECIAL = dict(zip("ESUA.N-", (*range(E, E + 5), NEW_TEXT, NO_LOSS)))
 fork = multiprocessing.get_context("fork")
 TRUNCATED = "truncated after the last answer, or the last that fits into a row"
 
 
 def ids(text):
-    """E, S, U, A and . are <|endoftext|>, <|system|>, <|user|>, <|assistant|> and <|end|>; the rest is text."""
-    return [E + "ESUA.".index(c) if c in "ESUA." else ord(c) for c in text]
+    """
+    E, S, U, A and . are <|endoftext|>, <|system|>, <|user|>, <|assistant|> and <|end|>; N and - mark targets where a
+    text begins, and those without loss; the rest is text.
+    """
+    return [SPECIAL.get(c, ord(c)) for c in text]
 
 
 def build(folder, data, val_data=None, max_seq_len=64, pack=True, seed=1):
@@ -68,10 +72,10 @@ def test_chat_tokens_are_the_four_after_the_tokenizers_own(gpt2_vocabulary):
     ("abc", 100, 6, TRUNCATED), ("abc", 6, 6, TRUNCATED), ("ab", 6, 6, ""),
 ])
 def test_a_conversation_is_truncated_after_an_answer(contents, max_seq_len, length, note):
-    """The target at each position; <|endoftext|> where nothing is trained on. An empty system message is left out."""
+    """The target at each position, or a mark. An empty system message is left out."""
     for system in None, " ":
         pair, said = tokenize_conversation(BYTES, turns(*contents, system=system), max_seq_len)
-        assert pair.tolist() == [ids("EUa.Ab.Uc.Ad")[:length], ids("EEEEb.EEEEd.")[:length]]
+        assert pair.tolist() == [ids("EUa.Ab.Uc.Ad")[:length], ids("N---b.----d.")[:length]]
         assert pair.dtype == np.uint16 and said == note
 
 
@@ -123,7 +127,7 @@ def test_packed_rows_hold_each_conversation_once_or_say_why_not(tmp_path):
     assert sorted(kept + held_out) == sorted(conversations_of(fill_rows(pairs, 96, False, E))[0])
     assert 5 <= len(held_out) < 12 and not set(kept) & set(held_out)
 
-    tokens, trained = train.rows[:, 0].size - padding, sum(target != E for _, targets in kept for target in targets)
+    tokens, trained = train.rows[:, 0].size - padding, sum(t < NEW_TEXT for _, targets in kept for t in targets)
     assert padding < 0.06 * train.rows[:, 0].size and train.count_targets(range(len(train))) == (trained, tokens)
     assert text.splitlines() == [
         f"data: {tmp_path}/a.jsonl, {len(kept)} conversations in {len(train)} rows of 96; "
@@ -134,7 +138,10 @@ def test_packed_rows_hold_each_conversation_once_or_say_why_not(tmp_path):
 
 
 def test_rows_are_those_of_earlier_versions(tmp_path):
-    """Their digests are in older checkpoints: with other rows, or in another order, those runs could not resume."""
+    """
+    Their digests, with <|endoftext|> for both marks, are in older checkpoints: with other rows, or in another order,
+    those runs could not resume.
+    """
     a = jsonl(tmp_path / "a.jsonl", [turns("q" * (i % 17), f"answer {i}" * (i % 5 + 1), *("more", "yes") * (i % 2))
                                      for i in range(1, 300)])
     b = jsonl(tmp_path / "b.jsonl", [turns(f"b{i}", "yes", system="") for i in range(30)])
@@ -144,7 +151,8 @@ def test_rows_are_those_of_earlier_versions(tmp_path):
         (a, f"{b}:0.5", True, "2b9d86762f75b552", "0f76f6bd7ac69daa"),
     ]:
         splits = build(tmp_path / "rows", data, val_data, pack=pack, seed=3)[:2]
-        assert [hashlib.sha256(split.rows).hexdigest()[:16] for split in splits] == [train, val]
+        earlier = [np.where(split.rows < NEW_TEXT, split.rows, np.uint16(E)) for split in splits]
+        assert [hashlib.sha256(rows).hexdigest()[:16] for rows in earlier] == [train, val]
         assert {split.fingerprint[:16] for split in splits} == {train}
         assert pack or all(len(conversations_of(row[None])[0]) == 1 for row in splits[0].rows)
 
@@ -223,7 +231,7 @@ def test_damaged_files_are_refused_and_made_again(tmp_path, capsys):
 
 def test_mask_and_positions_token_by_token():
     idx = torch.tensor([ids("EUAEUEE")])  # texts of three and two tokens, two positions of padding
-    mask, positions = packed_mask_and_positions(idx, E)
+    mask, positions = packed_mask_and_positions(idx == E)
     assert positions.tolist() == [[0, 1, 2, 0, 1, 0, 0]]
     rows = ["".join(map(str, row)) for row in mask[0, 0].int().tolist()]
     assert rows == ["1000000", "1100000", "1110000", "0001000", "0001100", "0000010", "0000001"]
@@ -237,7 +245,7 @@ def test_batches(tmp_path, pack):
         B, (idx, targets) = len(indices), dataset.rows[indices].swapaxes(0, 1).tolist()
         batch = dataset.get_batch(indices, CPU)
         assert batch["idx"].tolist() == idx
-        assert batch["targets"].tolist() == [[IGNORE if t == E else t for t in row] for row in targets]
+        assert batch["targets"].tolist() == [[IGNORE if t >= NEW_TEXT else t for t in row] for row in targets]
         expected = {"idx": (torch.int64, (B, 64), (64, 1))}
         expected["targets"] = expected["idx"]
         if pack:
@@ -262,7 +270,7 @@ def test_a_row_is_shown_token_by_token(tmp_path):
 def test_packed_and_padded_rows_have_the_loss_of_each_conversation_alone(name, compiled):
     talks = [turns("q", "aaaa"), turns("qqq", "a", "q", "aa"), turns("qq", "aaa")]
     pairs = [tokenize_conversation(BYTES, talk, 64)[0] for talk in talks]
-    row = np.hstack([*pairs, np.full((2, 5), E)])  # five positions of padding
+    row = np.hstack([*pairs, np.array([[E] * 5, [NEW_TEXT] * 5], "<u2")])  # five positions of padding
     packed = ChatDataset(row[None], BYTES, True, "")
     padded = ChatDataset(fill_rows(pairs, 64, False, E), BYTES, False, "")
     gpt = new_gpt(name, max_seq_len=64, n_layer=1 if compiled else 3)

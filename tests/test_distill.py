@@ -15,7 +15,6 @@ from dataloader import BatchLoader, TokenDataset
 from extras import distill
 from extras.distill import DistillLoss, Distillation, TeacherCache, encode_top_k
 from model import GPT, GPTConfig, IGNORE
-from tokenizer import get_tokenizer
 
 N, C, V = 21, 12, 40  # in chunks of 8, the last one not full
 
@@ -130,7 +129,7 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     gpt, loader, teacher, distillation = distill_into(learn_temperature=True)
     batch = loader.dataset.get_batch([0, 1], loader.device)
     batch["idx"][:, 7], batch["targets"][:, ::4] = 256, IGNORE
-    batch["mask"], batch["positions"] = mask, positions = packed_mask_and_positions(batch["idx"], 256)
+    batch["mask"], batch["positions"] = mask, positions = packed_mask_and_positions(batch["idx"] == 256)
     batch |= loader.transforms[0](batch)
     x, t = gpt.hidden_states(batch["idx"], positions, mask), teacher(batch["idx"], None, positions, mask)
     expected, sums = formula(x.flatten(0, 1), gpt.lm_head.weight, 2.0, batch["targets"].flatten(), 0.7,
@@ -221,8 +220,6 @@ class Rows:
     def __len__(self):
         return 10
 
-    tokenizer = get_tokenizer("bytes")
-
     def get_batch(self, indices, device):
         return {"idx": indices.tolist()}
 
@@ -243,7 +240,7 @@ def fill(tmp_path):
             return {"teacher": hidden[batch["idx"]], "teacher_head": head}
 
         loader = SimpleNamespace(world_size=1, rank=0, batch_size=2, dataset=Rows(), device="cpu")
-        call.cache = TeacherCache(tmp_path / "c", Rows(), 5)
+        call.cache = TeacherCache(tmp_path / "c", Rows(), 5, 384)
         call.cache.fill(np.array(indices), teacher_forward, loader)
         return asked
 

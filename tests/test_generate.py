@@ -281,7 +281,7 @@ def test_it_completes_a_prompt_and_says_what_it_forgets(completed):
     assert first.startswith("1\nthen it ran \u00e9") and second.startswith("2\nthen it ran \u00e9")
     assert len(first) > 30 and first[2:] != second[2:]
     for text in output.split("----- sample ")[1:]:  # one stops early
-        forgotten = "longer than the model's 48 positions: it has forgotten the beginning" in text
+        forgotten = "longer than 48 positions: the model has forgotten the beginning" in text
         assert forgotten != ("<|endoftext|>" in text)
 
 
@@ -335,7 +335,7 @@ def test_a_conversation_in_the_terminal(saved, tmp_path):
     assert answers(output)[1] == answers(output)[3] == answers(alone)[0] != answers(untaught)[0]
     before, after = output.split("(a new conversation)")
     assert "turn does not fit any more and is forgotten" in before and "forgotten the beginning" not in before
-    assert "longer than the model's 48 positions: it has forgotten the beginning" in after
+    assert "longer than 48 positions: the model has forgotten the beginning" in after
     assert output.count("/reset starts a new conversation") == 1 and "/reset" not in alone
 
 

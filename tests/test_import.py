@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from checkpoint import describe_model, load_checkpoint, load_model
 from conftest import TINY, load, new_gpt, read_log, refused, run, save_model, tokens
-from export_hf import to_hf
-from import_hf import config_from_hf, config_to_hf
+from export_hf import to_hf, tokenizer_to_hf
+from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf
+from tokenizer import get_tokenizer
 
 
 def load_refused(path, capsys, words):
@@ -118,22 +119,23 @@ LOGITS = "computes other logits"
     ("gpt2", {"scale_attn_weights": False}, LOGITS),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06"),
     ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
-    ("gpt2", {"vocab_size": 32000}, "32000.*50257"),
+    ("gpt2", {"vocab_size": 32000}, "no tokenizer.json.*32000.*gpt2"),
     ("gpt2", {"n_layer": 4}, "missing_keys.*transformer.h.3"),
     ("gpt2", {"n_layer": 2}, "unexpected_keys.*transformer.h.2"),
     ("gpt2", {"n_positions": 64, "n_ctx": 64}, "mismatched_keys.*transformer.wpe.weight"),
     ("gpt2", {"n_embd": None}, ""),
     ("gpt2", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
-    ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 24}},
-     "rope_type='llama3'.*'default'"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-    ("llama", {"attention_bias": True}, "missing_keys.*k_proj.bias"),
-    ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.*1e-05"),
-    ("llama", {"hidden_act": "gelu"}, LOGITS),
-    ("llama", {"head_dim": 32}, "head_dim=32.*16"),
+    *(("llama", {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e4, "factor": 8.0, name: value}}, f"{name}={value}")
+      for name, value in (("low_freq_factor", 2.0), ("high_freq_factor", 8.0),
+                          ("original_max_position_embeddings", 24))),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'.*'default'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'.*'default'"),
+    ("llama", {"attention_bias": True}, "attention_bias=True.*False"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True.*False"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
+    ("llama", {"head_dim": 32}, "mismatched_keys.*k_proj.weight"),
     ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
-    ("qwen3", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06.*1e-05"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True.*False"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ""),
     ("llama_mla", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
@@ -162,7 +164,11 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path, capsys):
     tokenizer.write_text(json.dumps({"model": {"vocab": {"\u0120the": 262}}}))
     load_checkpoint(tmp_path)
     tokenizer.write_text(json.dumps({"model": {"vocab": {"\u0120the": 278}}}))
-    load_refused(tmp_path, capsys, "tokenizer.json is not gpt2's")
+    load_refused(tmp_path, capsys, "not a readable checkpoint: .*ModelUntagged")
+    tokenizer.write_text("{")
+    load_refused(tmp_path, capsys, "JSONDecodeError")
+    tokenizer_to_hf(get_tokenizer("bytes")).save(str(tokenizer))  # not GPT-2's, so the model's own
+    assert load_checkpoint(tmp_path)["tokenizer"] == {"tokenizer.json": tokenizer.read_text()}
     tokenizer.unlink()
     weights.write_bytes(weights.read_bytes()[:100_000])
     load_refused(tmp_path, capsys, "Safetensor")

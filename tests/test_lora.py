@@ -1,4 +1,5 @@
 """LoRA: adapters against their formula, merged against unmerged, and runs whose checkpoints hold adapters alone."""
+import copy
 import os
 import shutil
 from dataclasses import asdict
@@ -7,12 +8,14 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from checkpoint import Checkpointer, load_checkpoint, load_model, write_checkpoint
+from checkpoint import Checkpointer, fingerprint, load_base, load_checkpoint, load_model, write_checkpoint
 from conftest import (COMPILED, SFT, chats, check_compiled, check_losses_of_a_cpu, check_resumed, error_line,
                       extra_flags, jsonl, load, needs_gpu, new_gpt, optimizer_config, read_log, refused, run, same,
                       save_model, tokens, turns)
 from extras.lora import Adapters, Lora, add_adapters
-from model import GPT
+from families import write_family
+from import_hf import load_hf
+from model import GPT, GPTConfig
 from optim import configure_optimizer
 from sample import generate
 
@@ -242,7 +245,7 @@ def tuning(folder, seed):
     write_checkpoint(folder / "base", load_checkpoint(save_model(folder / "scratch", gpt, stage="base")))
     config = {"optimizer": "adamw", "lora_rank": 2, "lora_alpha": 4.0, "lora_targets": "all", "lora_dropout": 0.0,
               "seed": 1, "out_dir": str(folder / "tuned")}
-    lora = Lora(gpt, config, load_checkpoint(folder / "base"), resuming=False)
+    lora = Lora(gpt, config, "float32", load_checkpoint(folder / "base"), resuming=False)
     facts = {"model_args": asdict(gpt.config), "config": config, "tokenizer": "bytes", "stage": "chat", "data": ""}
     return Checkpointer(folder / "tuned", {"model": Adapters(gpt), "lora": lora}, facts)
 
@@ -284,8 +287,47 @@ def test_what_adapters_cannot_be_trained_with_is_refused(capsys):
     for optimizer, checkpoint, words in (
             ("muon", {"path": "base"}, ["--optimizer=muon", "lora_rank", "adamw"]),
             ("adamw", {"path": "tuned", "lora": {}}, ["--init_from=tuned", "export_hf.py"])):
-        line = error_line(capsys, Lora, None, {"optimizer": optimizer}, checkpoint, False)
+        line = error_line(capsys, Lora, None, {"optimizer": optimizer}, "float32", checkpoint, False)
         assert all(word in line for word in words), line
+
+
+# -----------------------------------------------------------------------------
+# on models that were trained elsewhere
+
+LORA = dict(optimizer="adamw", lora_alpha=8, lora_targets="all", lora_rank=4, lora_dropout=0.0, seed=1)
+
+
+def test_matrices_that_came_in_bfloat16_stay_so_while_frozen_with_the_same_gradients(tmp_path):
+    write_family("qwen3", tmp_path / "hf", torch.bfloat16)
+    checkpoint = load_hf(tmp_path / "hf")
+    assert {weights.dtype for weights in checkpoint["model"].values()} == {torch.bfloat16}
+    model, idx, losses = GPT(GPTConfig(**checkpoint["model_args"])), torch.arange(600).view(6, 100), []
+    model.load_state_dict(checkpoint["model"])
+    for dtype in "float32", "bfloat16":
+        tuned = copy.deepcopy(model)
+        Lora(tuned, LORA, dtype, checkpoint, resuming=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = tuned(idx, idx)
+        loss.backward()
+        losses.append((loss, [p.grad for p in tuned.parameters() if p.requires_grad]))
+        assert {p.dtype for p in tuned.parameters() if p.dim() > 1 and not p.requires_grad} == {getattr(torch, dtype)}
+    assert same(*losses)  # autocast would have rounded them
+
+
+def test_a_name_on_the_hub_is_a_model_and_a_base_of_adapters(tmp_path, monkeypatch):
+    write_family("qwen3", tmp_path / "hf")
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = load_checkpoint("Qwen/Qwen3-0.6B")
+    Lora(GPT(GPTConfig(**checkpoint["model_args"])), LORA, "float32", checkpoint, resuming=False)
+    assert load_base({"path": "out/ckpt.pt", "lora": {
+        "absolute": str(tmp_path / "Qwen/Qwen3-0.6B"), "path": "Qwen/Qwen3-0.6B",
+        "fingerprint": fingerprint(checkpoint)}}).keys() == checkpoint["model"].keys()
+    assert asked == ["Qwen/Qwen3-0.6B"] * 2
+    with pytest.raises(SystemExit):
+        load_checkpoint("out/ckpt.pt")
+    assert len(asked) == 2  # a missing file of ours is not searched for there
 
 
 @needs_gpu

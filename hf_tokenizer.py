@@ -1,0 +1,170 @@
+"""
+The tokenizer of a Hugging Face folder, with the parts of tiktoken's interface that the other files use, and the chat
+template of its model. Its files travel as text, in checkpoints and beside shards, so nothing else is needed later.
+"""
+import functools
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import tokenizers  # transformers brings it
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def read_files(folder):
+    """{name: text} of a folder's tokenizer. Raises FileNotFoundError if there is no tokenizer.json."""
+    paths = [Path(folder, name) for name in FILES]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}
+
+
+@functools.cache
+def byte_of_letter():
+    """{printable character: byte}, with which GPT-2 and its heirs write bytes in a vocabulary."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class HFTokenizer:
+    """
+    files: from read_files. Raises an exception of any kind if they are not a tokenizer that can be used here.
+    eot_token is what goes before each document: <|endoftext|>, or else the beginning or end of a text in its model.
+    stop_ids: its model ends a text or an answer with one of them.
+    """
+
+    def __init__(self, files):
+        self.files = files
+        self.name = f"tokenizer {hashlib.sha256(files['tokenizer.json'].encode()).hexdigest()[:8]}"
+        self.bpe = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+        self.bpe.no_truncation()
+        self.bpe.no_padding()
+        vocabulary = self.bpe.get_vocab(with_added_tokens=True)
+        self.n_vocab = max(vocabulary.values()) + 1
+        self.special = {i: token.content for i, token in self.bpe.get_added_tokens_decoder().items() if token.special}
+        self.byte_level = "ByteLevel" in repr(self.bpe.decoder)
+
+        settings = json.loads(files.get("tokenizer_config.json", "{}"))
+        self.names = {}  # bos_token and eos_token, which templates write
+        for key in ("bos_token", "eos_token"):
+            token = settings.get(key)
+            self.names[key] = token["content"] if isinstance(token, dict) else token
+        marks = [mark for mark in ("<|endoftext|>", *self.names.values()) if mark in vocabulary]
+        if not marks:
+            raise ValueError("it has no <|endoftext|>, and its tokenizer_config.json names no other end of a text")
+        self.eot_token, self.stop_ids = vocabulary[marks[0]], {vocabulary[marks[0]], vocabulary[marks[-1]]}
+        self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
+        if isinstance(self.chat_template, list):  # several, by name
+            self.chat_template = {entry["name"]: entry["template"] for entry in self.chat_template}
+
+    def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
+        return HFTokenizer, (self.files,)
+
+    def encode_ordinary(self, text):
+        """The ids of a text, as a list. What spells a special token is text."""
+        str.encode(text)  # raises UnicodeEncodeError for half a surrogate pair, as tiktoken does
+        self.bpe.encode_special_tokens = True
+        return self.bpe.encode(text, add_special_tokens=False).ids
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        """The ids of a text, (n,) uint32. tiktoken's name and arguments."""
+        return np.array(self.encode_ordinary(text), np.uint32)
+
+    def decode_single_token_bytes(self, i):
+        """The bytes of an id, perhaps of half a character; none if no token has it."""
+        token = self.bpe.id_to_token(i) or ""
+        if i in self.special:
+            return token.encode()
+        if self.byte_level:
+            byte_of = byte_of_letter()  # a space occurs only in added tokens, which are text
+            return b"".join(bytes([byte_of[c]]) if c in byte_of else c.encode() for c in token)
+        byte = re.fullmatch("<0x(..)>", token)  # SentencePiece's
+        return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
+
+    # -----------------------------------------------------------------------------
+    # the chat template
+
+    @functools.cached_property
+    def transformers_tokenizer(self):
+        import transformers  # not at the top: it takes seconds
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=self.bpe, chat_template=self.chat_template,
+                                                    **self.names)
+
+    def apply_template(self, messages, prompt=False):
+        """Messages as text. prompt: with the beginning of an answer."""
+        import jinja2
+        try:  # Llama 3's template writes today's date, unless it is given one
+            return self.transformers_tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt, date_string="26 Jul 2024")
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the model's chat template refuses it: {error}")
+
+    @functools.cached_property
+    def answer_prompt(self):
+        """What the template writes before an answer, after a question: "" in Llama 2's."""
+        question = [{"role": "user", "content": "?"}]
+        return self.apply_template(question, prompt=True).removeprefix(self.apply_template(question))
+
+    @functools.cached_property
+    def end_token(self):
+        """The id that ends an answer in the template. Raises ValueError if it is not a special token."""
+        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        *_, last = (i for i, learned in zip(*self.render_chat(talk)) if learned)
+        if last not in self.special:
+            raise ValueError("its chat template ends an answer with no special token, so a model cannot learn to stop")
+        return last
+
+    def render_chat(self, messages, prompt=False):
+        """
+        tokenizer.render_chat by the model's template. Its ids are those of transformers, unless a message spells a
+        special token, which is text here. Trained is what follows the prompt for an answer, up to the special token
+        that ends it. Raises ValueError if the template refuses the messages or changes more than white space at their
+        ends and earlier thoughts.
+        """
+        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]  # private characters, to find the contents
+        marked = self.apply_template([{**message, "content": mark} for message, mark in zip(messages, marks)], prompt)
+        around = re.split("(\ue000[0-9]+\ue001)", marked)  # with the marks, if all is well, in every second place
+        if around[1::2] != marks:
+            raise ValueError("the model's chat template leaves out messages, or changes their order")
+        text, contents, end = self.apply_template(messages, prompt), [], 0
+        for message, before, after in zip(messages, around[::2], around[2::2]):
+            content = message["content"]
+            content = next((kept for kept in (content, content.strip(), content.rpartition("</think>")[2].lstrip("\n"))
+                            if text.startswith(before + kept + after, end)), None)
+            if content is None:
+                raise ValueError("the model's chat template rewrites a message, maybe its thoughts")
+            start = end + len(before)
+            end = start + len(content)
+            contents.append((start, end))
+
+        ids, offsets, special = self.encode_template(text, contents)
+        answers = []
+        for message, before, (start, end) in zip(messages, around[::2], contents):
+            if message["role"] == "assistant":
+                if self.answer_prompt in before:  # "" is, at its end
+                    start -= len(before) - before.rindex(self.answer_prompt) - len(self.answer_prompt)
+                answers.append((start, next((ends for begins, ends in special if begins >= end), end)))
+        # a token of white space has no width here; the first token of an answer may take the space before it
+        return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]
+
+    def encode_template(self, text, contents):
+        """
+        The ids of a rendered text, where each begins and ends in it, and the same of the template's special tokens.
+        contents: where each message begins and ends; in it all is text.
+        """
+        self.bpe.encode_special_tokens = False
+        encoding = self.bpe.encode(text, add_special_tokens=False)
+        special = [offset for i, offset in zip(encoding.ids, encoding.offsets) if i in self.special]
+        template = [(a, b) for a, b in special if not any(start <= a and b <= end for start, end in contents)]
+        if template == special:
+            return encoding.ids, encoding.offsets, template
+        ids, offsets, done = [], [], 0
+        self.bpe.encode_special_tokens = True
+        for begins, ends in [*template, (len(text), len(text))]:  # the text before a special token, and the token
+            encoding = self.bpe.encode(text[done:begins], add_special_tokens=False)
+            ids += encoding.ids + [self.bpe.token_to_id(text[begins:ends])] * (ends > begins)
+            offsets += [(done + a, done + b) for a, b in encoding.offsets] + [(begins, ends)] * (ends > begins)
+            done = ends
+        return ids, offsets, template

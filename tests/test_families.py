@@ -1,0 +1,286 @@
+"""Released models with their own tokenizers and chat templates, against transformers."""
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from checkpoint import check_chat_format, load_checkpoint, load_model
+from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
+from export_hf import export
+from families import FAMILIES, write_family
+from hf_tokenizer import HFTokenizer, read_files
+from import_hf import config_from_hf
+from model import rotary_table
+from sample import generate
+from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat
+
+TALKS = [turns("What is a shard?", "A file of tokens."),
+         turns("Say hi.", "Hi!", "And in French, na\u00efve \U0001f44d?", "Salut, \u00e7a va?", system="Be brief."),
+         turns("  indented\n\ncode:\n", "\n    x = 1\n", "one more", "two  spaces"),
+         turns("1234567 + 1", "1234568")]
+RUN = ["--max_seq_len=128", "--batch_size=2", "--gradient_accumulation_steps=2", "--dtype=float32", "--device=cpu",
+       "--sample_tokens=8", "--log_interval=1", "--learning_rate=1e-3"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """(name, folder, transformers' model, tokenizer)"""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = write_family(request.param, folder)
+    return request.param, folder, theirs, HFTokenizer(read_files(folder))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    write_family("qwen3", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    jsonl(path, [turns(f"What is {i} + {i}?", f"It is {2 * i}.", *["And then?", "Nothing."] * (i % 3))
+                 for i in range(120)])
+    return path
+
+
+def test_logits_gradients_and_greedy_text_equal_transformers(family):
+    name, folder, theirs, tokenizer = family
+    ours, loaded = load_model(folder, "cpu")
+    assert loaded["stage"] == "chat" and ours.config.max_seq_len == theirs.config.max_position_embeddings
+    idx = torch.randint(600, (2, 300), generator=torch.Generator().manual_seed(1))
+    targets = idx.roll(1, 1)
+    assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
+    ours.train()(idx, targets).backward()
+    F.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    pairs = [(ours.transformer.wte, theirs.model.embed_tokens), (ours.transformer.h[0].attn.q_proj,
+             theirs.model.layers[0].self_attn.q_proj), (ours.transformer.h[1].mlp.down_proj,
+             theirs.model.layers[1].mlp.down_proj), (ours.lm_head, theirs.lm_head)]
+    for mine, its in pairs:
+        assert (mine.weight.grad - its.weight.grad).abs().max() < 1e-4 * max(1, its.weight.grad.abs().max())
+    theirs.zero_grad()
+
+    prompt = render_chat(tokenizer, TALKS[0][:1], prompt=True)[0]
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None,
+                               pad_token_id=0)[0, len(prompt):].tolist()
+    assert [token for token, in generate(ours.eval(), [prompt], 40, temperature=0)] == expected
+
+
+def test_a_positions_angle_is_llama_3s_far_away_too():
+    """A few positions cannot tell one scaling from another."""
+    config = FAMILIES["llama3"][0]
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    cos, sin = theirs(torch.zeros(1), torch.tensor([[0, 1, 100, 8191, 16383]]))
+    table = rotary_table(config_from_hf(config), 16)[:, [0, 1, 100, 8191, 16383]]
+    assert torch.allclose(table, torch.stack((cos[0, :, :8], sin[0, :, :8])), atol=2e-3)
+
+
+def test_conversations_have_transformers_ids_and_the_answers_are_trained_on(family):
+    name, folder, _, tokenizer = family
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    end = reference.eos_token
+    for talk in TALKS:
+        for prompt in (False, True):
+            messages = talk[:-1] if prompt else talk
+            text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
+                                                 date_string="26 Jul 2024")
+            expected = reference(text, add_special_tokens=False)["input_ids"]
+            ids, trained = render_chat(tokenizer, messages, prompt)
+            assert ids == expected
+        learned = "".join(decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]))
+        ids, trained = render_chat(tokenizer, talk)
+        learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
+        answers = [message["content"] for message in talk if message["role"] == "assistant"]
+        parts = re.sub("<think>\n\n</think>\n\n", "", learned).split(end)
+        assert [part.strip() for part in parts] == [*(answer.strip() for answer in answers), ""], learned
+        assert name != "qwen3" or learned.count("<think>") == 1
+
+
+def test_a_special_token_that_is_typed_is_text(family):
+    name, folder, _, tokenizer = family
+    typed = "".join(tokenizer.special.values()) + " or not"
+    plain = render_chat(tokenizer, turns("a", "b", system=None if name == "smollm2" else "c"))[0]
+    ids, trained = render_chat(tokenizer, turns(typed, typed + ".", system=None if name == "smollm2" else typed))
+    assert [i for i in ids if i in tokenizer.special] == [i for i in plain if i in tokenizer.special]
+    assert decode_chat(tokenizer, ids).count(" or not") == (2 if name == "smollm2" else 3)
+    assert not any(i in tokenizer.special for i in encode(tokenizer, typed).tolist())
+    learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
+    assert typed + "." in learned
+
+
+def test_bytes_of_ids_are_those_of_the_text(family):
+    """So bits per byte are right, and text that is printed id by id is whole."""
+    _, _, _, tokenizer = family
+    text = "Na\u00efve \U0001f44d  spaces\n\ttab \u4e2d\u6587 123"
+    ids = encode(tokenizer, text).tolist()
+    assert b"".join(map(tokenizer.decode_single_token_bytes, ids)).decode().removeprefix(" ") == text
+    assert tokenizer.decode_single_token_bytes(tokenizer.n_vocab + 5) == b""
+    assert encode(tokenizer, "half \ud800").tolist() == encode(tokenizer, "half \ufffd").tolist()
+
+
+@pytest.mark.parametrize("flags", [[], extra_flags(lora=["--lora_rank=4"])], ids=["full", "lora"])
+def test_a_tuned_model_leaves_as_it_came(family, flags, talks, tmp_path):
+    """Twenty steps, then an export: transformers' class, logits and ids, and the same bits when it comes back."""
+    name, folder, theirs, tokenizer = family
+    run("chat_sft.py", *RUN, *flags, f"--init_from={folder}", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
+        f"--out_dir={tmp_path}/out", "--max_iters=20", "--compile=False")
+    losses = [*read_log(tmp_path / "out", "train_loss").values()]
+    assert losses[-1] < losses[0] - (0.05 if flags else 0.5)
+    export(f"{tmp_path}/out", f"{tmp_path}/hf", "float32", 10 ** 9, False)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ours, _ = load_model(tmp_path / "out", "cpu")
+    idx = torch.arange(600)[None, :400]
+    assert type(exported) is type(theirs) and (exported(idx).logits - ours(idx)).abs().max() < 1e-4
+    back = load_checkpoint(tmp_path / "hf")
+    for key, weights in ours.state_dict().items():
+        assert torch.equal(weights, back["model"][key]), key
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "hf" / file).read_bytes() == (folder / file).read_bytes()
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = reference.apply_chat_template(TALKS[0], tokenize=False, date_string="26 Jul 2024")
+    assert reference(text, add_special_tokens=False)["input_ids"] == render_chat(tokenizer, TALKS[0])[0]
+    assert chat_tokens(tokenizer)["end"] in np.ravel(exported.generation_config.eos_token_id)
+
+
+def test_packed_rows_equal_padded_ones_and_resumed_runs_uninterrupted_ones(qwen3, talks, tmp_path):
+    args = [*RUN, f"--init_from={qwen3}", f"--data={talks}", f"--chat_dir={tmp_path}/chat", "--compile=False"]
+    for pack in (True, False):
+        run("chat_sft.py", *args, f"--pack={pack}", "--max_iters=0", "--eval_iters=4", f"--out_dir={tmp_path}/{pack}")
+    packed, padded = (read_log(tmp_path / str(pack), "val_loss")["val_loss", 0] for pack in (True, False))
+    assert packed == pytest.approx(padded, rel=1e-5)
+    check_resumed("chat_sft.py", [*args, "--max_iters=20"], tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_model_of_one_and_nothing_is_recompiled(qwen3, talks, tmp_path):
+    args = [*RUN, f"--init_from={qwen3}", f"--data={talks}", f"--chat_dir={tmp_path}/chat", "--max_iters=5"]
+    run("chat_sft.py", *args, "--compile=True", f"--out_dir={tmp_path}/one")
+    run("chat_sft.py", *args, "--compile=False", f"--out_dir={tmp_path}/two", ranks=2)
+    one, two = (read_log(tmp_path / name, "train_loss", "recompiles") for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-4) and one["recompiles", 5] == 0
+
+
+def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path):
+    """The lines of docs/howto.md."""
+    commands = (ROOT / "docs/howto.md").read_text(encoding="utf-8").partition("```py\n")[2].partition("```")[0]
+    (tmp_path / "texts").mkdir()
+    for path in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "texts" / f"{path.stem}.txt").write_bytes(path.read_bytes())
+    (tmp_path / "my-tokenizer").mkdir()
+    subprocess.run([sys.executable, "-c", commands.replace("32000", "800")], cwd=tmp_path, check=True)
+    run("prepare_data.py", f"--files={tmp_path}/texts/*.txt", f"--tokenizer={tmp_path}/my-tokenizer",
+        f"--data_dir={tmp_path}/data")
+    small = ["--max_seq_len=64", "--batch_size=2", "--gradient_accumulation_steps=1", "--compile=False",
+             "--sample_tokens=8", "--eval_iters=1", "--device=cpu"]
+    run("train_gpt2.py", *small, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/out", "--max_iters=2",
+        "--warmup_iters=0", "--n_layer=1", "--n_head=2", "--n_embd=16")
+    run("chat_sft.py", *small, f"--init_from={tmp_path}/out", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
+        f"--out_dir={tmp_path}/chat-out", "--max_iters=2")
+    run("export_hf.py", f"--checkpoint={tmp_path}/chat-out", f"--out_dir={tmp_path}/hf")
+    ours, reference = get_tokenizer(f"{tmp_path}/data/tokenizer"), transformers.AutoTokenizer.from_pretrained(
+        tmp_path / "hf")
+    ids = reference.apply_chat_template(TALKS[1])
+    assert getattr(ids, "input_ids", ids) == render_chat(ours, TALKS[1])[0]
+    output = run("sample.py", f"--checkpoint={tmp_path}/hf", "--chat=True", "--prompt=Hello", "--max_new_tokens=4",
+                 "--device=cpu")
+    assert "model: " in output
+
+
+# -----------------------------------------------------------------------------
+# vocabularies of more than 65,536 ids
+
+def write_large_tokenizer(folder, size):
+    """Bytes with the last 256 ids before <|endoftext|>: a number that wraps would be another one."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"unused{i}" for i in range(size - 257)] + alphabet
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir()
+    tokenizer.save(f"{folder}/tokenizer.json")
+
+
+@pytest.mark.parametrize("size", [65_531, 151_932])
+def test_large_vocabularies_from_text_to_chat(size, tmp_path, talks):
+    write_large_tokenizer(tmp_path / "tokenizer", size)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    run("prepare_data.py", f"--files={tmp_path}/text.txt", f"--tokenizer={tmp_path}/tokenizer", "--val_tokens=1000",
+        f"--data_dir={tmp_path}/data")
+    shards = [(tmp_path / "data" / f"{name}_000000.bin").read_bytes() for name in ("val", "train")]
+    wide = size + 4 > 2 ** 16 - 2
+    assert np.frombuffer(shards[0], "<i4", 2).tolist() == ([20240801, 7] if wide else [20240520, 1])
+    tokens = np.concatenate([np.frombuffer(shard[1024:], "<u4" if wide else "<u2") for shard in shards])
+    tokenizer = get_tokenizer(f"{tmp_path}/data/tokenizer")
+    assert tokens[0] == tokenizer.eot_token == size - 1
+    assert b"".join(map(tokenizer.decode_single_token_bytes, tokens[1:].tolist())).decode() == text
+
+    small = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--arch=llama", "--max_seq_len=64", "--batch_size=2",
+             "--gradient_accumulation_steps=1", "--dtype=float32", "--device=cpu", "--compile=False",
+             "--log_interval=1"]
+    run("train_gpt2.py", *small, f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/out", "--max_iters=3",
+        "--eval_iters=2", "--warmup_iters=0", "--learning_rate=0.01", "--sample_tokens=4")
+    first, *_, last = read_log(tmp_path / "out", "train_loss").values()
+    assert last < first == pytest.approx(np.log(-(-(size + 4) // 128) * 128), abs=0.1)
+    output = run("evaluate.py", f"--checkpoint={tmp_path}/out", "--tasks=", f"--data_dir={tmp_path}/data",
+                 "--eval_iters=1", "--device=cpu")
+    assert "bits per byte, over" in output
+    run("sample.py", f"--checkpoint={tmp_path}/out", "--prompt=The", "--max_new_tokens=4", "--device=cpu")
+    run("chat_sft.py", f"--init_from={tmp_path}/out", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
+        f"--out_dir={tmp_path}/chat-out", "--max_iters=2", *small[-7:], "--sample_tokens=4", "--eval_iters=1",
+        *extra_flags(distill=[f"--teacher={tmp_path}/out", "--teacher_cache=4"]))
+    run("export_hf.py", f"--checkpoint={tmp_path}/chat-out", f"--out_dir={tmp_path}/hf")
+    back = get_tokenizer(load_checkpoint(tmp_path / "hf")["tokenizer"])
+    assert render_chat(back, TALKS[0]) == render_chat(tokenizer, TALKS[0])  # the four chat tokens have joined it
+
+
+# -----------------------------------------------------------------------------
+# refusals
+
+def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path, capsys):
+    def changed(**settings):
+        folder = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for path in qwen3.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        for name, content in settings.items():
+            name = name.replace("__", ".")
+            if content is None:
+                (folder / name).unlink()
+            else:
+                (folder / name).write_text(content)
+        return folder
+
+    def tune(folder):
+        return refused("chat_sft.py", *RUN, f"--init_from={folder}", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
+                       f"--out_dir={tmp_path}/out")
+
+    template = (qwen3 / "chat_template.jinja").read_text()
+    tokenizer = HFTokenizer(read_files(changed(chat_template__jinja=None)))
+    assert "its vocabulary no room" in error_line(capsys, check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
+    assert "ends an answer with no special token" in tune(
+        changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
+    assert "refuses it: no" in tune(changed(chat_template__jinja="{{ raise_exception('no') }}"))
+    for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "no tokenizer.json"),
+                                 ("tokenizer_config.json", "[]", "list")]:
+        folder = changed(**{name.replace(".", "__"): content})
+        line = error_line(capsys, load_checkpoint, folder)
+        assert line.startswith(f"error: {folder}: not a readable checkpoint") and words in line
+
+
+def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):
+    thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
+    jsonl(tmp_path / "a.jsonl", [turns(f"{i}", "b") for i in range(60)] + [thoughts] * 3)
+    output = run("chat_sft.py", *RUN, f"--init_from={qwen3}", f"--data={tmp_path}/a.jsonl", "--print_batch=True",
+                 f"--chat_dir={tmp_path}/chat")
+    assert "3 skipped: the model's chat template rewrites a message, maybe its thoughts" in output
+    tokenizer = HFTokenizer(read_files(qwen3))
+    earlier = render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0]  # as sample.py sends them back
+    assert "hm" not in decode_chat(tokenizer, earlier)
