@@ -101,7 +101,8 @@ FAMILIES = {
         **{**SIZES, "max_position_embeddings": 16384}, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True,
         rope_scaling={"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                       "original_max_position_embeddings": 8192}), LLAMA3,
-               "<|begin_of_text|>", "<|eot_id|>", ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]),
+               "<|begin_of_text|>", "<|end_of_text|>",  # Llama 3.0's, which is not the end of an answer
+               ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]),
     "smollm2": (transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_theta=1e5),
                 CHATML, "<|im_start|>", "<|im_end|>", ["<|endoftext|>"]),
     "llama2": (transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5), LLAMA2, "<s>", "</s>", ["<unk>"]),

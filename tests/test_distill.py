@@ -91,13 +91,14 @@ def test_a_frozen_head_and_a_fixed_temperature_get_no_gradient_and_the_rest_gets
         assert same(torch.autograd.grad(loss, [params[0], params[3 - fixed]]), [whole[0], whole[3 - fixed]])
 
 
-def test_ids_above_the_largest_int16_and_a_teacher_that_is_sure():
-    """50,304 ids wrap around in the cache. The likeliest has all of the probability, and still its row is not zero."""
-    t = torch.zeros(1, 50_304)
-    t[0, 50_000] = 300
+@pytest.mark.parametrize("vocab_size", [50_304, 2 ** 16, 2 ** 16 + 1, 151_936])
+def test_large_ids_and_a_teacher_that_is_sure(vocab_size):
+    """As int16, 50,304 ids wrap around. The likeliest has all of the probability, and still its row is not zero."""
+    t, likeliest = torch.zeros(1, vocab_size), vocab_size - 300
+    t[0, likeliest] = 300
     row = encode_top_k(t.log_softmax(-1), 2)
-    assert row[0, -1] != 0
-    x, weight, target = torch.ones(1, 3), 0.01 * torch.randn(50_304, 3), torch.tensor([50_000])
+    assert row[0, -1] != 0 and row.dtype == (torch.int16 if vocab_size <= 2 ** 16 else torch.int32)
+    x, weight, target = torch.ones(1, 3), 0.01 * torch.randn(vocab_size, 3), torch.tensor([likeliest])
     loss, _ = DistillLoss.apply(x, weight, torch.tensor(1.0), target, 1.0, row, None)
     assert loss.item() == pytest.approx(F.cross_entropy(x @ weight.t(), target).item(), rel=1e-5)
 

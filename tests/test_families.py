@@ -20,7 +20,7 @@ from model import rotary_table
 from sample import generate
 from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat
 
-TALKS = [turns("What is a shard?", "A file of tokens."),
+TALKS = [turns("What is a shard?", "the tokens of a file."),
          turns("Say hi.", "Hi!", "And in French, na\u00efve \U0001f44d?", "Salut, \u00e7a va?", system="Be brief."),
          turns("  indented\n\ncode:\n", "\n    x = 1\n", "one more", "two  spaces"),
          turns("1234567 + 1", "1234568")]
@@ -85,7 +85,7 @@ def test_a_positions_angle_is_llama_3s_far_away_too():
 def test_conversations_have_transformers_ids_and_the_answers_are_trained_on(family):
     name, folder, _, tokenizer = family
     reference = transformers.AutoTokenizer.from_pretrained(folder)
-    end = reference.eos_token
+    end = decode_chat(tokenizer, [chat_tokens(tokenizer)["end"]])
     for talk in TALKS:
         for prompt in (False, True):
             messages = talk[:-1] if prompt else talk
