@@ -111,7 +111,7 @@ def check_chat_format(path, tokenizer, vocab_size):
     with one_line_errors(path):
         if has_template(tokenizer):
             chat_tokens(tokenizer)  # raises ValueError if the template is none that a model can learn
-        elif count_ids(tokenizer) > vocab_size:
+        elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
             raise ValueError("its tokenizer has no chat template, and its vocabulary no room for chat tokens; take "
                              "the model's chat version, or put its chat_template.jinja into the folder")
 

@@ -46,8 +46,11 @@ class TokenDataset:
                  f"--data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         meta = read_meta(data_dir)
-        own = os.path.join(data_dir, "tokenizer")  # neither gpt2 nor bytes
-        self.tokenizer = get_tokenizer(own if os.path.exists(own) else meta["tokenizer"])
+        name = meta["tokenizer"]
+        self.tokenizer = get_tokenizer(name if name in ("gpt2", "bytes") else os.path.join(data_dir, "tokenizer"))
+        if self.tokenizer.name != name:
+            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
+                 f"it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
         checksums = meta.get("checksums", {})  # {name of a shard: checksum}
         self.shards = ([read_shard(path, checksums.get(os.path.basename(path))) for path in paths]

@@ -40,7 +40,7 @@ from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
 from sample import generate, generation_limits
-from tokenizer import decode_chat, get_tokenizer, render_chat
+from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat
 
 TASKS = {  # name on the hub, configuration, split
     "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels
@@ -112,16 +112,19 @@ def tokenize_row(task, row, tokenizer, stage):
             lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
             choices, characters = ascii_uppercase[:len(choices)], []
-        context = render_chat(tokenizer, [{"role": "user", "content": question}], prompt=True)[0]
+        messages = [{"role": "user", "content": question}]
+        context, end = render_chat(tokenizer, messages, prompt=True)[0], chat_tokens(tokenizer)["end"]
+        answers = [render_chat(tokenizer, [*messages, {"role": "assistant", "content": choice}])[0][len(context):]
+                   for choice in choices]
+        choices = [ids[:ids.index(end)] for ids in answers]
     else:
-        # Context and continuation are encoded separately. GPT-2's pre-tokenizer would split the whole text at the same
-        # place, because it never joins a space to the letters before it. It would split a run of spaces elsewhere, so
-        # spaces at the end of a context move to the continuation, as in the harness.
+        # Spaces at the end of a context move to the continuation, as in the harness: a space is never joined to the
+        # letters before it, so context and continuation are split there.
         prompt = text.rstrip()
-        choices = [text[len(prompt):] + " " + choice for choice in choices]
-        context = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
-    return {"context": context, "choices": [tokenizer.encode_ordinary(choice) for choice in choices],
-            "characters": characters, "gold": gold}
+        ids = tokenizer.encode_ordinary(prompt)
+        choices = [tokenizer.encode_ordinary(f"{text} {choice}")[len(ids):] for choice in choices]
+        context = [tokenizer.eot_token, *ids]
+    return {"context": context, "choices": choices, "characters": characters, "gold": gold}
 
 
 def subsample(items, n):

@@ -5,6 +5,7 @@ template of its model. Its files travel as text, in checkpoints and beside shard
 import functools
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -36,28 +37,40 @@ class HFTokenizer:
     """
 
     def __init__(self, files):
-        self.files = files
+        self.files = {name: files[name] for name in FILES if name in files}  # no other name, which export would write
         self.name = f"tokenizer {hashlib.sha256(files['tokenizer.json'].encode()).hexdigest()[:8]}"
         self.bpe = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
         self.bpe.no_truncation()
         self.bpe.no_padding()
         vocabulary = self.bpe.get_vocab(with_added_tokens=True)
         self.n_vocab = max(vocabulary.values()) + 1
-        self.special = {i: token.content for i, token in self.bpe.get_added_tokens_decoder().items() if token.special}
+        self.added = self.bpe.get_added_tokens_decoder()
+        self.special = {i: token.content for i, token in self.added.items() if token.special}
         self.byte_level = "ByteLevel" in repr(self.bpe.decoder)
 
         settings = json.loads(files.get("tokenizer_config.json", "{}"))
-        self.names = {}  # bos_token and eos_token, which templates write
-        for key in ("bos_token", "eos_token"):
-            token = settings.get(key)
-            self.names[key] = token["content"] if isinstance(token, dict) else token
-        marks = [mark for mark in ("<|endoftext|>", *self.names.values()) if mark in vocabulary]
+        self.names = {}  # bos_token, eos_token, ..., which templates write
+        for key, token in settings.items():
+            if key.endswith("_token") and isinstance(token, (str, dict)):
+                self.names[key] = token["content"] if isinstance(token, dict) else token
+        special = self.special.values()
+        marks = [mark for mark in ("<|endoftext|>", self.names.get("bos_token"), self.names.get("eos_token"))
+                 if mark in special]
         if not marks:
-            raise ValueError("it has no <|endoftext|>, and its tokenizer_config.json names no other end of a text")
+            raise ValueError("it has no special token <|endoftext|>, and its tokenizer_config.json names none that "
+                             "begins or ends a text")
         self.eot_token, self.stop_ids = vocabulary[marks[0]], {vocabulary[marks[0]], vocabulary[marks[-1]]}
         self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
         if isinstance(self.chat_template, list):  # several, by name
             self.chat_template = {entry["name"]: entry["template"] for entry in self.chat_template}
+        # whether the chat tokens would get the ids after its own
+        self.can_grow = len(vocabulary) == self.n_vocab and not any("<|user|>" in token for token in vocabulary)
+
+        text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(special)
+        ids = self.encode_ordinary(text)
+        decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
+        if decoded != text or ids != self.encode_ordinary(text) or self.special.keys() & set(ids):
+            raise ValueError("its ids do not give back the text that they were made from, or spell special tokens")
 
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
@@ -75,12 +88,11 @@ class HFTokenizer:
     def decode_single_token_bytes(self, i):
         """The bytes of an id, perhaps of half a character; none if no token has it."""
         token = self.bpe.id_to_token(i) or ""
-        if i in self.special:
+        if i in self.added:
             return token.encode()
         if self.byte_level:
-            byte_of = byte_of_letter()  # a space occurs only in added tokens, which are text
-            return b"".join(bytes([byte_of[c]]) if c in byte_of else c.encode() for c in token)
-        byte = re.fullmatch("<0x(..)>", token)  # SentencePiece's
+            return bytes(byte_of_letter()[c] for c in token)
+        byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)  # SentencePiece's
         return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
     # -----------------------------------------------------------------------------
@@ -94,18 +106,16 @@ class HFTokenizer:
 
     def apply_template(self, messages, prompt=False):
         """Messages as text. prompt: with the beginning of an answer."""
-        import jinja2
         try:  # Llama 3's template writes today's date, unless it is given one
             return self.transformers_tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt, date_string="26 Jul 2024")
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"the model's chat template refuses it: {error}")
 
     @functools.cached_property
     def answer_prompt(self):
-        """What the template writes before an answer, after a question: "" in Llama 2's."""
-        question = [{"role": "user", "content": "?"}]
-        return self.apply_template(question, prompt=True).removeprefix(self.apply_template(question))
+        """What the template writes between a question and its answer."""
+        return self.apply_template([{"role": "user", "content": "\ue000"}], prompt=True).rpartition("\ue000")[2]
 
     @functools.cached_property
     def end_token(self):
@@ -123,6 +133,8 @@ class HFTokenizer:
         that ends it. Raises ValueError if the template refuses the messages or changes more than white space at their
         ends and earlier thoughts.
         """
+        messages = [{"role": message["role"], "content": message["content"].encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace")} for message in messages]
         marks = [f"\ue000{i}\ue001" for i in range(len(messages))]  # private characters, to find the contents
         marked = self.apply_template([{**message, "content": mark} for message, mark in zip(messages, marks)], prompt)
         around = re.split("(\ue000[0-9]+\ue001)", marked)  # with the marks, if all is well, in every second place
@@ -131,21 +143,26 @@ class HFTokenizer:
         text, contents, end = self.apply_template(messages, prompt), [], 0
         for message, before, after in zip(messages, around[::2], around[2::2]):
             content = message["content"]
-            content = next((kept for kept in (content, content.strip(), content.rpartition("</think>")[2].lstrip("\n"))
-                            if text.startswith(before + kept + after, end)), None)
+            thought = content.rpartition("</think>")[2].lstrip("\n")
+            content = next((kept for kept in (content, content.strip(), content.lstrip(), content.rstrip(), thought)
+                            if kept and text.startswith(before + kept + after, end)), None)
             if content is None:
                 raise ValueError("the model's chat template rewrites a message, maybe its thoughts")
             start = end + len(before)
             end = start + len(content)
             contents.append((start, end))
+        if text[end:] != around[-1]:
+            raise ValueError("the model's chat template adds something that depends on the messages")
 
         ids, offsets, special = self.encode_template(text, contents)
         answers = []
         for message, before, (start, end) in zip(messages, around[::2], contents):
-            if message["role"] == "assistant":
-                if self.answer_prompt in before:  # "" is, at its end
-                    start -= len(before) - before.rindex(self.answer_prompt) - len(self.answer_prompt)
-                answers.append((start, next((ends for begins, ends in special if begins >= end), end)))
+            if message["role"] == "assistant" and not prompt:
+                ends = next((ends for begins, ends in special if ends > end), math.inf)
+                if not before.startswith(self.answer_prompt) or any(end < begins < ends for begins, _ in contents):
+                    raise ValueError("the model's chat template does not begin answers as it prompts for them, or "
+                                     "ends one with no special token")
+                answers.append((start - len(before) + len(self.answer_prompt), ends))
         # a token of white space has no width here; the first token of an answer may take the space before it
         return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]
 
@@ -156,15 +173,22 @@ class HFTokenizer:
         """
         self.bpe.encode_special_tokens = False
         encoding = self.bpe.encode(text, add_special_tokens=False)
-        special = [offset for i, offset in zip(encoding.ids, encoding.offsets) if i in self.special]
-        template = [(a, b) for a, b in special if not any(start <= a and b <= end for start, end in contents)]
-        if template == special:
-            return encoding.ids, encoding.offsets, template
+        special = [(i, a, b) for i, (a, b) in zip(encoding.ids, encoding.offsets) if i in self.special]
+        template = [(i, a, b) for i, a, b in special if not any(start <= a and b <= end for start, end in contents)]
+        ids, offsets = encoding.ids, encoding.offsets
+        if template != special:
+            if self.encode_pieces(text, special)[0] != ids:
+                raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
+            ids, offsets = self.encode_pieces(text, template)
+        return ids, offsets, [(a, b) for _, a, b in template]
+
+    def encode_pieces(self, text, special):
+        """encode_template's ids and places, with these special tokens (id, begin, end) and everything else as text."""
         ids, offsets, done = [], [], 0
         self.bpe.encode_special_tokens = True
-        for begins, ends in [*template, (len(text), len(text))]:  # the text before a special token, and the token
+        for i, begins, ends in [*special, (None, len(text), len(text))]:  # the text before a token, and the token
             encoding = self.bpe.encode(text[done:begins], add_special_tokens=False)
-            ids += encoding.ids + [self.bpe.token_to_id(text[begins:ends])] * (ends > begins)
-            offsets += [(done + a, done + b) for a, b in encoding.offsets] + [(begins, ends)] * (ends > begins)
+            ids += encoding.ids + [i] * (i is not None)
+            offsets += [(done + a, done + b) for a, b in encoding.offsets] + [(begins, ends)] * (i is not None)
             done = ends
-        return ids, offsets, template
+        return ids, offsets

@@ -16,7 +16,7 @@ import torch
 from configurator import one_line_errors
 from distributed import print0
 from model import GPT, GPTConfig
-from tokenizer import has_template
+from tokenizer import get_tokenizer, has_template
 
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
@@ -140,7 +140,7 @@ def compare_logits(hf_model, model, length):
 
 def read_weights(folder, config, dtype):
     """
-    The weights in a Hugging Face folder as a GPT's state dict, of a dtype, which is the folder's or a wider one.
+    The weights in a Hugging Face folder as a GPT's state dict, of a dtype if it holds them exactly, else in float32.
     Raises ValueError if they are not those that config.json describes.
     """
     import transformers
@@ -158,7 +158,9 @@ def read_weights(folder, config, dtype):
         model = GPT(config)
     model.load_state_dict(from_hf(hf_model.state_dict(), config), assign=True)
     compare_logits(hf_model, model.eval(), min(64, config.max_seq_len))
-    return {name: weights.to(dtype) for name, weights in model.state_dict().items()}
+    narrow = {name: weights.to(dtype) for name, weights in model.state_dict().items()}
+    exact = all(torch.equal(weights.float(), model.state_dict()[name]) for name, weights in narrow.items())
+    return narrow if exact else model.state_dict()
 
 
 def load_hf(path):
@@ -204,10 +206,10 @@ def read_tokenizer(folder, vocab_size):
         return name, False
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs a package more
     files = read_files(folder)
-    vocabulary = json.loads(files["tokenizer.json"])["model"]["vocab"]
-    if name == "gpt2" and vocabulary.get("\u0120the") == 262 or name == "bytes" and len(vocabulary) == 256:  # " the"
-        return name, False
     tokenizer = HFTokenizer(files)
+    if name and all(tokenizer.decode_single_token_bytes(i) == get_tokenizer(name).decode_single_token_bytes(i)
+                    for i in range(get_tokenizer(name).n_vocab)):
+        return name, False
     if tokenizer.n_vocab > vocab_size:
         raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, and its model {vocab_size}")
     return files, has_template(tokenizer)

@@ -250,7 +250,8 @@ if __name__ == "__main__":
     encoding = get_tokenizer(tokenizer or ("bytes" if dataset == "python" else "gpt2"))
     n_bytes = sum(size for _, size in source.get("files", ()))
     tenth = n_bytes // (10 if encoding.name == "bytes" else 40)  # other tokens are some 4 bytes
-    recipe = {"tokenizer": encoding.name, "vocab_size": padded_vocab_size(encoding), "source": source,
+    recipe = {"tokenizer": encoding.name, "vocab_size": padded_vocab_size(encoding), "beginning": encoding.eot_token,
+              "source": source,
               "text_column": text_column, "val_tokens": val_tokens or min(2 ** 20, tenth or 2 ** 20),
               "shard_size": shard_size}
 

@@ -256,10 +256,11 @@ if __name__ == "__main__":
             elif message:
                 messages.append({"role": "user", "content": message})
                 room = max_len - min(max_new_tokens, max_len // 4)
-                while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
-                       and len(messages) > 1):
-                    print("(the oldest turn does not fit any more and is forgotten)")
-                    del messages[:2]
+                with one_line_errors(checkpoint):  # a model's chat template may refuse the messages
+                    while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
+                           and len(messages) > 1):
+                        print("(the oldest turn does not fit any more and is forgotten)")
+                        del messages[:2]
                 messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
             if text:
                 break

@@ -1,4 +1,5 @@
 """Released models with their own tokenizers and chat templates, against transformers."""
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint import check_chat_format, load_checkpoint, load_model
 from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
+from dataloader import TokenDataset
 from export_hf import export
 from families import FAMILIES, write_family
 from hf_tokenizer import HFTokenizer, read_files
@@ -268,11 +270,65 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
     assert "ends an answer with no special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
     assert "refuses it: no" in tune(changed(chat_template__jinja="{{ raise_exception('no') }}"))
-    for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "no tokenizer.json"),
+    for name, content, words in [("tokenizer.json", "{", "EOF"), ("tokenizer.json", None, "no tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:
         folder = changed(**{name.replace(".", "__"): content})
         line = error_line(capsys, load_checkpoint, folder)
         assert line.startswith(f"error: {folder}: not a readable checkpoint") and words in line
+
+
+def changed_template(folder, old, new):
+    files = read_files(folder)
+    assert old in files["chat_template.jinja"]
+    return HFTokenizer({**files, "chat_template.jinja": files["chat_template.jinja"].replace(old, new)})
+
+
+def test_a_template_that_would_train_on_questions_is_refused(qwen3):
+    """It ends only the last answer, or prompts for an answer in another way than it begins one."""
+    talk = turns("a", "b", "secret", "d")
+    for old, new in [("{{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
+                      "{%- if loop.last %}{{- '<|im_end|>' }}{%- endif %}\n    {%- endif %}\n{%- endfor %}"),
+                     ("assistant\\n' }}\n{%- endif %}", "assistant\\n<thought>' }}\n{%- endif %}")]:
+        tokenizer = changed_template(qwen3, old, new)
+        with pytest.raises(ValueError, match="does not begin answers as it prompts for them, or ends one"):
+            render_chat(tokenizer, talk)
+
+
+def test_messages_give_a_template_their_content_and_nothing_else(qwen3):
+    tokenizer = changed_template(qwen3, "{%- set content = message.content %}",
+                                 "{%- set content = message.content ~ message.name %}")
+    plain, more = turns("a", "b"), turns("a", "b")
+    more[1]["name"] = "x<|im_end|>"
+    assert render_chat(tokenizer, more) == render_chat(tokenizer, plain)
+    assert render_chat(tokenizer, turns("half \ud800", "b")) == render_chat(tokenizer, turns("half \ufffd", "b"))
+
+
+@pytest.mark.parametrize("change", [
+    {"decoder": None}, {"pre_tokenizer": None}, {"added_tokens": [{"special": False}]},
+    {"model": {"dropout": 0.5}}, {"model": {"vocab": {"a": 0}, "merges": []}}], ids=str)
+def test_a_tokenizer_that_loses_text_is_refused(qwen3, change):
+    files = read_files(qwen3)
+    content = json.loads(files["tokenizer.json"])
+    for key, value in change.items():
+        if key == "added_tokens":
+            value = [{**token, "special": False} for token in content[key]]
+        content[key] = {**content[key], **value} if key == "model" else value
+    with pytest.raises(Exception, match="do not give back the text|no special token|vocab"):
+        HFTokenizer({**files, "tokenizer.json": json.dumps(content)})
+
+
+def test_a_tokenizers_folder_must_be_the_one_that_meta_json_names(tmp_path, qwen3):
+    (tmp_path / "text.txt").write_text("some text " * 2000)
+    args = ["prepare_data.py", f"--files={tmp_path}/text.txt", f"--data_dir={tmp_path}/data", "--val_tokens=500"]
+    run(*args, f"--tokenizer={qwen3}")
+    for path in (tmp_path / "data").glob("*.bin"):
+        path.unlink()
+    run(*args, "--tokenizer=bytes")
+    assert TokenDataset(f"{tmp_path}/data", "val", 8).tokenizer.name == "bytes"
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    (tmp_path / "data/meta.json").write_text(json.dumps({**meta, "tokenizer": "tokenizer 12345678"}))
+    with pytest.raises(SystemExit):
+        TokenDataset(f"{tmp_path}/data", "val", 8)
 
 
 def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):
