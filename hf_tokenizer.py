@@ -5,7 +5,6 @@ template of its model. Its files travel as text, in checkpoints and beside shard
 import functools
 import hashlib
 import json
-import math
 import re
 from pathlib import Path
 
@@ -119,11 +118,9 @@ class HFTokenizer:
 
     @functools.cached_property
     def end_token(self):
-        """The id that ends an answer in the template. Raises ValueError if it is not a special token."""
+        """The id that ends an answer in the template. Raises ValueError if there is none."""
         talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         *_, last = (i for i, learned in zip(*self.render_chat(talk)) if learned)
-        if last not in self.special:
-            raise ValueError("its chat template ends an answer with no special token, so a model cannot learn to stop")
         return last
 
     def render_chat(self, messages, prompt=False):
@@ -155,14 +152,16 @@ class HFTokenizer:
             raise ValueError("the model's chat template adds something that depends on the messages")
 
         ids, offsets, special = self.encode_template(text, contents)
-        answers = []
+        answers, end_tokens = [], set()
         for message, before, (start, end) in zip(messages, around[::2], contents):
             if message["role"] == "assistant" and not prompt:
-                ends = next((ends for begins, ends in special if ends > end), math.inf)
-                if not before.startswith(self.answer_prompt) or any(end < begins < ends for begins, _ in contents):
-                    raise ValueError("the model's chat template does not begin answers as it prompts for them, or "
-                                     "ends one with no special token")
+                if not before.startswith(self.answer_prompt):
+                    raise ValueError("the model's chat template does not begin answers as it prompts for them")
+                begins, ends = next(((a, b) for a, b in special if b > end), (len(text), len(text)))
+                end_tokens.add("" if any(end < a < ends for a, _ in contents) else text[begins:ends])
                 answers.append((start - len(before) + len(self.answer_prompt), ends))
+        if len(end_tokens) > 1 or "" in end_tokens:
+            raise ValueError("the model's chat template ends an answer with no special token, or each with another")
         # a token of white space has no width here; the first token of an answer may take the space before it
         return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]
 

@@ -39,7 +39,7 @@ class GPTConfig:
     tied_head: bool | None = None  # llama: the head is the embedding's matrix, as it is in gpt2; None: False
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
-    local_heads: bool = False  # llama: initialize heads to attend a few positions back; needs both norms above
+    local_heads: bool = False  # llama: the first layer's heads begin by looking a few positions back; needs both norms
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -456,16 +456,16 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_local_heads(self):
         """
-        Makes the i-th key head of each layer attend around the i-th position before the query, so that training need
-        not find the neighbours first. A constant added to all embeddings gives queries and keys a part that is the
-        same for every token; in the keys of the i-th head that part is rotated by i positions more.
+        Makes the i-th key head of the first layer attend around the i-th position before the query, so that training
+        need not find the neighbours first. A constant added to all embeddings gives queries and keys a part that is
+        the same for every token; in the keys of the i-th head that part is rotated by i positions more.
         """
         c = self.config
         self.transformer.wte.weight += 1
         cos_sin = 0.5 / math.sqrt(c.n_embd) * self.rope.transpose(0, 1).flatten(1)  # (max_seq_len, hd)
-        for block in self.transformer.h:
-            block.attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
-            block.attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
+        attn = self.transformer.h[0].attn  # in later layers it delays heads that copy what followed a token before
+        attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
+        attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """

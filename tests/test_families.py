@@ -290,7 +290,7 @@ def test_a_template_that_would_train_on_questions_is_refused(qwen3):
                       "{%- if loop.last %}{{- '<|im_end|>' }}{%- endif %}\n    {%- endif %}\n{%- endfor %}"),
                      ("assistant\\n' }}\n{%- endif %}", "assistant\\n<thought>' }}\n{%- endif %}")]:
         tokenizer = changed_template(qwen3, old, new)
-        with pytest.raises(ValueError, match="does not begin answers as it prompts for them, or ends one"):
+        with pytest.raises(ValueError, match="does not begin answers as it prompts for them|each with another"):
             render_chat(tokenizer, talk)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from checkpoint import describe_model, load_checkpoint, load_model
 from conftest import TINY, load, new_gpt, read_log, refused, run, save_model, tokens
 from export_hf import to_hf, tokenizer_to_hf
-from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf
+from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf, import_transformers
 from tokenizer import get_tokenizer
 
 import_transformers()  # without its progress bars, which would stand among the errors
