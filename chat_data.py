@@ -3,8 +3,8 @@ Conversations -> packed or padded rows.
 
 A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
 last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16, or uint32 for a large
-vocabulary. Two marks stand among the targets: one for no loss, and one for no loss where a text begins. Padding counts
-as texts of one position each.
+vocabulary. Two targets are no ids: the largest number means no loss, and the one below it no loss and the beginning of
+a text. Each position of padding counts as a text.
 
 The datasets library tokenizes each source once and keeps it on disk. Mixing and packing run again at every start.
 """
@@ -105,7 +105,8 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     ValueError, with the reason, for a conversation that cannot be trained on.
     """
     messages = validate_conversation(messages)
-    ids, trained = map(np.array, render_chat(tokenizer, messages))
+    asked = messages[-1]["role"] == "user"  # and not answered
+    ids, trained = map(np.array, render_chat(tokenizer, messages[:len(messages) - asked]))
     new_text, no_loss = marks(token_dtype(tokenizer))
     targets = np.where(trained, ids, no_loss)
     targets[1] = new_text
@@ -113,8 +114,7 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     if answer_ends[0] > max_seq_len:
         raise ValueError("longer than a row before its first answer ends")
     n = answer_ends[answer_ends <= max_seq_len][-1]
-    truncated = messages[-1]["role"] == "user" or n < answer_ends[-1]
-    note = "truncated after the last answer, or the last that fits into a row" if truncated else ""
+    note = "truncated after the last answer, or the last that fits into a row" if asked or n < answer_ends[-1] else ""
     return np.array([ids[:n], targets[1:n + 1]], token_dtype(tokenizer)), note
 
 
@@ -139,7 +139,7 @@ def tokenize_source(source, digest, tokenizer, max_seq_len, version):
 
 
 def digest_without_marks(rows, eot):
-    """SHA-256 of rows (..., 2, n), with eot for the marks, as in earlier versions, so that their runs resume."""
+    """SHA-256 of rows (..., 2, n), with eot instead of the two marks, so that runs of earlier versions resume."""
     return hashlib.sha256(np.where(rows < marks(rows.dtype)[0], rows, rows.dtype.type(eot)))
 
 

@@ -92,7 +92,8 @@ def describe_model(checkpoint):
     trained = f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
     return sanitize(f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
                     f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
-                    f"tokenizer {'its own' if isinstance(checkpoint['tokenizer'], dict) else checkpoint['tokenizer']}"
+                    + ("its own tokenizer" if isinstance(checkpoint["tokenizer"], dict) else
+                       f"tokenizer {checkpoint['tokenizer']}")
                     + (trained if math.isfinite(val_loss) else "")
                     + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))
 
@@ -107,10 +108,10 @@ def digest_weights(facts, state_dict, rows=None):
 
 
 def check_chat_format(path, tokenizer, vocab_size):
-    """Exit with an error if the model at `path` has no chat format: no template, and no ids for the chat tokens."""
+    """Exit with an error if the model at `path` has neither a chat template nor room for the chat tokens."""
     with one_line_errors(path):
         if has_template(tokenizer):
-            chat_tokens(tokenizer)  # raises ValueError if the template is none that a model can learn
+            chat_tokens(tokenizer)  # raises ValueError if a model cannot learn the template
         elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
             raise ValueError("its tokenizer has no chat template, and its vocabulary no room for chat tokens; take "
                              "the model's chat version, or put its chat_template.jinja into the folder")

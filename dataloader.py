@@ -46,8 +46,8 @@ class TokenDataset:
                  f"--data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         meta = read_meta(data_dir)
-        name = meta["tokenizer"]
-        self.tokenizer = get_tokenizer(name if name in ("gpt2", "bytes") else os.path.join(data_dir, "tokenizer"))
+        name, folder = meta["tokenizer"], os.path.join(data_dir, "tokenizer")
+        self.tokenizer = get_tokenizer(folder if name.startswith("hf-") else name)
         if self.tokenizer.name != name:
             fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
                  f"it, or prepare the data again")

@@ -6,7 +6,7 @@ Exports a checkpoint as a Hugging Face folder, which transformers opens without 
 
 gpt2 becomes GPT2LMHeadModel. llama becomes LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla
 DeepseekV3ForCausalLM with dense layers only. gpt2 with mla becomes a GPT2LMHeadModel with full matrices for keys and
-values: the same function with a larger cache. A model that came with a tokenizer and a chat template leaves with them.
+values: the same function with a larger cache. An imported model keeps its tokenizer and its chat template.
 All scripts here open such a folder, too. Needs transformers.
 """
 import json
@@ -58,7 +58,8 @@ def build_hf_model(model, tokenizer, chat):
     """transformers' model with our weights. Exits with an error unless both compute the same logits."""
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
     eot = tokenizer.eot_token
-    ends = [*dict.fromkeys([chat_tokens(tokenizer)["end"]] * chat + [*getattr(tokenizer, "stop_ids", [eot])])]
+    ends = [chat_tokens(tokenizer)["end"]] if chat else []
+    ends = [*dict.fromkeys([*ends, *getattr(tokenizer, "stop_ids", [eot])])]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
@@ -96,7 +97,7 @@ def tokenizer_to_hf(tokenizer):
 
 
 def write_tokenizer(tokenizer, chat, max_seq_len, folder):
-    """Writes a tokenizer's files to a Hugging Face folder: those that it came with, or with our chat format."""
+    """Writes a tokenizer to a Hugging Face folder: its own files, or new ones with our chat format."""
     if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
         for name, text in tokenizer.files.items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -1,11 +1,12 @@
 """
 The tokenizer of a Hugging Face folder, with the parts of tiktoken's interface that the other files use, and the chat
-template of its model. Its files travel as text, in checkpoints and beside shards, so nothing else is needed later.
+template of its model. Checkpoints and folders of shards keep its files.
 """
 import functools
 import hashlib
 import json
 import re
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +23,22 @@ def read_files(folder):
 
 @functools.cache
 def byte_of_letter():
-    """{printable character: byte}, with which GPT-2 and its heirs write bytes in a vocabulary."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    """{printable character: byte}: how vocabularies like GPT-2's write bytes."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # printable bytes as they are, then the others
+    return dict(zip(letters, sorted(range(256), key=lambda byte: (chr(byte) not in letters, byte))))
 
 
 class HFTokenizer:
     """
-    files: from read_files. Raises an exception of any kind if they are not a tokenizer that can be used here.
-    eot_token is what goes before each document: <|endoftext|>, or else the beginning or end of a text in its model.
-    stop_ids: its model ends a text or an answer with one of them.
+    files: from read_files. Raises an exception of any kind if the tokenizer cannot be used here. eot_token goes before
+    each document: <|endoftext|>, else the tokenizer's bos_token, else its eos_token. stop_ids end a text or an answer.
     """
 
     def __init__(self, files):
         self.files = {name: files[name] for name in FILES if name in files}  # no other name, which export would write
-        self.name = f"tokenizer {hashlib.sha256(files['tokenizer.json'].encode()).hexdigest()[:8]}"
+        content = json.loads(files["tokenizer.json"])  # ids of plain text depend on these; chat tokens may join them
+        content = json.dumps([content.get(key) for key in ("normalizer", "pre_tokenizer", "model")])
+        self.name = f"hf-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
         self.bpe = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
         self.bpe.no_truncation()
         self.bpe.no_padding()
@@ -56,12 +57,10 @@ class HFTokenizer:
         marks = [mark for mark in ("<|endoftext|>", self.names.get("bos_token"), self.names.get("eos_token"))
                  if mark in special]
         if not marks:
-            raise ValueError("it has no special token <|endoftext|>, and its tokenizer_config.json names none that "
-                             "begins or ends a text")
+            raise ValueError("it has no special token <|endoftext|>, bos_token or eos_token; train it with "
+                             "special_tokens=['<|endoftext|>']")
         self.eot_token, self.stop_ids = vocabulary[marks[0]], {vocabulary[marks[0]], vocabulary[marks[-1]]}
         self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
-        if isinstance(self.chat_template, list):  # several, by name
-            self.chat_template = {entry["name"]: entry["template"] for entry in self.chat_template}
         # whether the chat tokens would get the ids after its own
         self.can_grow = len(vocabulary) == self.n_vocab and not any("<|user|>" in token for token in vocabulary)
 
@@ -75,7 +74,7 @@ class HFTokenizer:
         return HFTokenizer, (self.files,)
 
     def encode_ordinary(self, text):
-        """The ids of a text, as a list. What spells a special token is text."""
+        """The ids of a text, as a list. Text that spells a special token stays text."""
         str.encode(text)  # raises UnicodeEncodeError for half a surrogate pair, as tiktoken does
         self.bpe.encode_special_tokens = True
         return self.bpe.encode(text, add_special_tokens=False).ids
@@ -85,7 +84,7 @@ class HFTokenizer:
         return np.array(self.encode_ordinary(text), np.uint32)
 
     def decode_single_token_bytes(self, i):
-        """The bytes of an id, perhaps of half a character; none if no token has it."""
+        """The bytes of an id, perhaps of half a character; b"" if there is no such id."""
         token = self.bpe.id_to_token(i) or ""
         if i in self.added:
             return token.encode()
@@ -109,7 +108,7 @@ class HFTokenizer:
             return self.transformers_tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt, date_string="26 Jul 2024")
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"the model's chat template refuses it: {error}")
+            raise ValueError(f"the model's chat template failed: {error}")
 
     @functools.cached_property
     def answer_prompt(self):
@@ -167,27 +166,26 @@ class HFTokenizer:
 
     def encode_template(self, text, contents):
         """
-        The ids of a rendered text, where each begins and ends in it, and the same of the template's special tokens.
-        contents: where each message begins and ends; in it all is text.
+        The ids of a rendered text, where each begins and ends in it, and where the template's special tokens do.
+        contents: where each message begins and ends; special tokens in there stay text.
         """
         self.bpe.encode_special_tokens = False
         encoding = self.bpe.encode(text, add_special_tokens=False)
-        special = [(i, a, b) for i, (a, b) in zip(encoding.ids, encoding.offsets) if i in self.special]
-        template = [(i, a, b) for i, a, b in special if not any(start <= a and b <= end for start, end in contents)]
+        special = [place for i, place in zip(encoding.ids, encoding.offsets) if i in self.special]
+        template = [(a, b) for a, b in special if not any(start <= a and b <= end for start, end in contents)]
         ids, offsets = encoding.ids, encoding.offsets
         if template != special:
             if self.encode_pieces(text, special)[0] != ids:
                 raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
             ids, offsets = self.encode_pieces(text, template)
-        return ids, offsets, [(a, b) for _, a, b in template]
+        return ids, offsets, template
 
     def encode_pieces(self, text, special):
-        """encode_template's ids and places, with these special tokens (id, begin, end) and everything else as text."""
-        ids, offsets, done = [], [], 0
-        self.bpe.encode_special_tokens = True
-        for i, begins, ends in [*special, (None, len(text), len(text))]:  # the text before a token, and the token
-            encoding = self.bpe.encode(text[done:begins], add_special_tokens=False)
-            ids += encoding.ids + [i] * (i is not None)
-            offsets += [(done + a, done + b) for a, b in encoding.offsets] + [(begins, ends)] * (i is not None)
-            done = ends
+        """encode_template's ids and their places, with special tokens at these places and nowhere else."""
+        ids, offsets = [], []
+        for begins, ends in pairwise([0, *chain(*special), len(text)]):  # in turn text and a special token
+            self.bpe.encode_special_tokens = (begins, ends) not in special
+            encoding = self.bpe.encode(text[begins:ends], add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(begins + a, begins + b) for a, b in encoding.offsets]
         return ids, offsets

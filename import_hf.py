@@ -65,7 +65,8 @@ def config_from_hf(hf_config):
     by comparing logits. Dropout stays 0, because it is a setting of the training.
     """
     fields = hf_config.to_dict()
-    fields |= fields.get("rope_parameters") or {}  # transformers 5 keeps rope_theta there
+    # transformers 5 keeps rope_theta there, and 4 the factors of a scaling
+    fields |= fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope = LLAMA3_ROPE if fields.get("rope_type") == "llama3" else {"rope_type": "default"}
     kind = fields["model_type"]
     if kind not in HF_FIELDS:
@@ -153,7 +154,7 @@ def read_weights(folder, config, dtype):
             raise ValueError(f"its weights do not fit its config.json: {problem} {names}")
     if config.tied_head and not torch.equal(*(module.weight for module in (hf_model.get_input_embeddings(),
                                                                            hf_model.get_output_embeddings()))):
-        raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a head of their own")
+        raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a separate head")
     with torch.device("meta"):  # no memory, until it shares that of hf_model
         model = GPT(config)
     model.load_state_dict(from_hf(hf_model.state_dict(), config), assign=True)
@@ -165,7 +166,7 @@ def read_weights(folder, config, dtype):
 
 def load_hf(path):
     """
-    load_checkpoint's dict for a Hugging Face folder, or for a model of the hub. bfloat16 weights stay that. A model
+    load_checkpoint's dict for a Hugging Face folder, or for a model of the hub. bfloat16 weights stay so. A model
     with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
     run.json. Exits with an error if path is neither, or if model.py computes something else than transformers.
     """
@@ -204,14 +205,14 @@ def read_tokenizer(folder, vocab_size):
             raise ValueError(f"it has no tokenizer.json, and its vocabulary of {vocab_size} ids is neither gpt2's nor "
                              f"that of bytes")
         return name, False
-    from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs a package more
+    from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
     files = read_files(folder)
     tokenizer = HFTokenizer(files)
     if name and all(tokenizer.decode_single_token_bytes(i) == get_tokenizer(name).decode_single_token_bytes(i)
                     for i in range(get_tokenizer(name).n_vocab)):
         return name, False
     if tokenizer.n_vocab > vocab_size:
-        raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, and its model {vocab_size}")
+        raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model only {vocab_size}")
     return files, has_template(tokenizer)
 
 

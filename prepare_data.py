@@ -37,7 +37,7 @@ from tqdm import tqdm
 from configurator import Positive, configure, fail, format_error, one_line_errors
 from python_text import python_conversations, python_files
 from shards import read_shard, shard_header
-from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype, tokenizer_entry
+from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype
 
 # suffix -> arguments of load_dataset; parquet's batch is a row group by default, which may be a whole file
 JSON = {"path": "json", "encoding": "json_with_half_pairs"}
@@ -230,7 +230,7 @@ if __name__ == "__main__":
     files: str | None = None  # local files instead: paths or globs, separated by commas
     text_column: str = "text"  # the column, or key, that holds a document
     data_dir: str | None = None  # where the shards go; None: data/NAME
-    tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, for python bytes
+    tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, python: bytes
     max_tokens: Positive | None = None  # stop with the batch that reaches this many, validation included; None: all
     val_tokens: Positive | None = None  # exactly the first ones; None: 2**20, at most about a tenth of local files
     shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens of a training shard
@@ -276,10 +276,9 @@ if __name__ == "__main__":
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
-            if encoding.name not in ("gpt2", "bytes"):
+            for name, text in getattr(encoding, "files", {}).items():
                 (folder / "tokenizer").mkdir(exist_ok=True)
-                for name, text in tokenizer_entry(encoding).items():
-                    write_atomically(folder / "tokenizer" / name, text.encode())
+                write_atomically(folder / "tokenizer" / name, text.encode())
             batches = read_batches(source, reader, text_column, meta["state"])
             write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, token_dtype(encoding),
                          meta)

@@ -150,7 +150,7 @@ def sample_hook(model, tokenizer, autocast, prompt, stage, config):
             with autocast, torch.compiler.set_stance("force_eager"):
                 tokens = generate(model, [prompt], config["sample_tokens"], temperature=0.8, top_k=200,
                                   **generation_limits(tokenizer, stage == "chat"))
-                text = decode_chat(tokenizer, prompt[1:] + [token for token, in tokens])
+                text = decode_chat(tokenizer, prompt[prompt[0] == tokenizer.eot_token:] + [token for token, in tokens])
         except ValueError as error:
             text = f"(none: {error})"
         model.train()

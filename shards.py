@@ -1,6 +1,6 @@
 """
 The format of token shards: 256 int32 (magic, version, number of tokens, zeros), then the tokens, uint16, or uint32 for
-a vocabulary of more than 65,534. It is the layout of llm.c and modded-nanogpt, so their ready-made FineWeb shards
+more than 65,534 ids, chat tokens included. Both are llm.c's layouts, so ready-made shards of llm.c and modded-nanogpt
 train here, and ours there. A folder holds {train,val}_000000.bin, ..., meta.json, and tokenizer/ with the files of a
 tokenizer that is neither gpt2 nor bytes. This file does not import torch, so that prepare_data.py starts at once.
 """

@@ -1,5 +1,5 @@
 """
-Tokenizers with tiktoken's interface, gpt2 and bytes, or that of another model (hf_tokenizer.py), and the chat format:
+Tokenizers with tiktoken's interface: gpt2, bytes, or another model's (hf_tokenizer.py); and the chat format:
 
     <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
 
@@ -43,7 +43,7 @@ def get_tokenizer(name):
 
 
 def tokenizer_entry(tokenizer):
-    """What a checkpoint keeps of a tokenizer, for get_tokenizer: gpt2, bytes, or the files of an HFTokenizer."""
+    """A tokenizer as a checkpoint keeps it and get_tokenizer reads it: gpt2, bytes, or an HFTokenizer's files."""
     return getattr(tokenizer, "files", tokenizer.name)
 
 
@@ -59,7 +59,7 @@ def encode(tokenizer, text):
 
 
 def has_template(tokenizer):
-    """Whether a chat template comes with a tokenizer, instead of the four chat tokens."""
+    """Whether a tokenizer brings a chat template; if not, it gets the four chat tokens."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -89,7 +89,7 @@ def token_bytes(tokenizer):
 
 
 def chat_tokens(tokenizer):
-    """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template of its own only the last."""
+    """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template only the last."""
     if has_template(tokenizer):
         return {"end": tokenizer.end_token}
     return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
@@ -114,7 +114,8 @@ def render_chat(tokenizer, messages, prompt=False):
 
 def decode_chat(tokenizer, ids):
     """The text of ids, with the chat tokens spelled out."""
-    names = {i: f"<|{name}|>".encode() for name, i in chat_tokens(tokenizer).items()}
+    tokens = {} if has_template(tokenizer) else chat_tokens(tokenizer)
+    names = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
     pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else names.get(i, b"<|padding|>")
               for i in ids]
     return b"".join(pieces).decode("utf-8", errors="replace")

@@ -22,6 +22,9 @@ from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 # -----------------------------------------------------------------------------
 # The loss. Logits: s (student), t (teacher). T: temperature, u = 1 / T, p = softmax(u t), q = softmax(u s)
 
+FLOATS = {torch.int16: torch.float16, torch.int32: torch.float32}  # of the cache's integers
+
+
 def row_sum(z):
     return z.sum(-1, keepdim=True)
 
@@ -50,10 +53,8 @@ def cached_teacher(s, lse_T, u, row):
     column.
     """
     k = row.size(-1) // 2
-    ids, t = row[:, :k].long(), row[:, k:]  # (chunk, k), (chunk, k + 1)
-    if row.dtype == torch.int16:
-        ids, t = ids & 0xFFFF, t.view(torch.float16)
-    t = t.view(torch.float32) if t.dtype == torch.int32 else t.float()
+    ids = row[:, :k].long() & 256 ** row.itemsize - 1  # (chunk, k), as unsigned numbers
+    t = row[:, k:].view(FLOATS[row.dtype]).float()  # (chunk, k + 1)
     n_others, top = s.size(-1) - k, s.gather(-1, ids)
     s_mean = torch.hstack((top, (row_sum(s) - row_sum(top)) / n_others))
     log_count = t.new_zeros(k + 1)  # log of the number of ids in each place
@@ -206,11 +207,11 @@ def load_teacher(loader, config, dtype, options, vocab_size):
              f"that")
     if net.config.vocab_size < vocab_size:
         fail(f"--teacher={config['teacher']}: has {net.config.vocab_size} ids, the student {vocab_size}; give a "
-             f"teacher with as many")
+             f"teacher with at least as many")
     model_args = {**checkpoint["model_args"], "dropout": 0.0}
-    for name in ("local_heads", "head_dim", "tied_head"):  # they change nothing, or show in the weights
+    for name in ("local_heads", "head_dim", "tied_head"):  # without effect on the output, or seen in the weights
         del model_args[name]
-    if model_args["rope_factor"] == 1:  # as before there was one: older runs resume
+    if model_args["rope_factor"] == 1:  # older digests have none
         del model_args["rope_factor"]
     digest = digest_weights(model_args, net.state_dict())
     net.requires_grad_(False)
@@ -248,10 +249,8 @@ def encode_top_k(log_probs, k):
     """
     top, ids = log_probs.topk(k)
     others = row_lse(log_probs.scatter(-1, ids, -math.inf)) - math.log(log_probs.size(-1) - k)
-    values = torch.hstack((top, others))
-    if log_probs.size(-1) > 2 ** 16:
-        return torch.hstack((ids.int(), values.view(torch.int32)))
-    return torch.hstack((ids.short(), values.half().view(torch.int16)))
+    dtype = torch.int32 if log_probs.size(-1) > 2 ** 16 else torch.int16
+    return torch.hstack((ids.to(dtype), torch.hstack((top, others)).to(FLOATS[dtype]).view(dtype)))
 
 
 class TeacherCache:

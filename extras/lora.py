@@ -78,7 +78,7 @@ class Adapters:
 class Lora:
     """
     Adds adapters to a model that holds the base's weights. On resume it loads those weights first. dtype: of the
-    matmuls; with bfloat16 the frozen matrices are kept in it. Its state is the entry "lora" of a checkpoint: alpha,
+    matmuls; if it is bfloat16, frozen matrices are kept in it. Its state is the entry "lora" of a checkpoint: alpha,
     and where the base is (path, absolute) with its fingerprint.
     """
 

@@ -175,7 +175,6 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path
     (tmp_path / "texts").mkdir()
     for path in (ROOT / "docs").glob("*.md"):
         (tmp_path / "texts" / f"{path.stem}.txt").write_bytes(path.read_bytes())
-    (tmp_path / "my-tokenizer").mkdir()
     subprocess.run([sys.executable, "-c", commands.replace("32000", "800")], cwd=tmp_path, check=True)
     run("prepare_data.py", f"--files={tmp_path}/texts/*.txt", f"--tokenizer={tmp_path}/my-tokenizer",
         f"--data_dir={tmp_path}/data")
@@ -269,8 +268,8 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
     assert "its vocabulary no room" in error_line(capsys, check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
     assert "ends an answer with no special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
-    assert "refuses it: no" in tune(changed(chat_template__jinja="{{ raise_exception('no') }}"))
-    for name, content, words in [("tokenizer.json", "{", "EOF"), ("tokenizer.json", None, "no tokenizer.json"),
+    assert "failed: no" in tune(changed(chat_template__jinja="{{ raise_exception('no') }}"))
+    for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "no tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:
         folder = changed(**{name.replace(".", "__"): content})
         line = error_line(capsys, load_checkpoint, folder)
@@ -326,7 +325,7 @@ def test_a_tokenizers_folder_must_be_the_one_that_meta_json_names(tmp_path, qwen
     run(*args, "--tokenizer=bytes")
     assert TokenDataset(f"{tmp_path}/data", "val", 8).tokenizer.name == "bytes"
     meta = json.loads((tmp_path / "data/meta.json").read_text())
-    (tmp_path / "data/meta.json").write_text(json.dumps({**meta, "tokenizer": "tokenizer 12345678"}))
+    (tmp_path / "data/meta.json").write_text(json.dumps({**meta, "tokenizer": "hf-12345678"}))
     with pytest.raises(SystemExit):
         TokenDataset(f"{tmp_path}/data", "val", 8)
 

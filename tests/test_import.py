@@ -168,7 +168,7 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path, capsys):
     tokenizer.write_text(json.dumps({"model": {"vocab": {"\u0120the": 262}}}))
     load_refused(tmp_path, capsys, "not a readable checkpoint: .*ModelUntagged")
     tokenizer.write_text("{")
-    load_refused(tmp_path, capsys, "EOF")
+    load_refused(tmp_path, capsys, "Expecting")
     tokenizer_to_hf(get_tokenizer("bytes")).save(str(tokenizer))  # not GPT-2's, so the model's own
     assert load_checkpoint(tmp_path)["tokenizer"] == {"tokenizer.json": tokenizer.read_text()}
     tokenizer.unlink()
