@@ -66,7 +66,6 @@ def build_hf_model(model, tokenizer, chat):
             **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0], pad_token_id=eot))
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
-    hf_model.config.update(fields)  # puts rope_theta where transformers 4 reads it
     # ids that the model was never trained to write
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
     hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]
@@ -134,8 +133,10 @@ inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], 
 
 def llama_cpp_fault(config, tokenizer):
     """Why llama.cpp (b9993) cannot run a model, as text, or "". tests/llama_cpp.py tries each case."""
-    if tokenizer == "bytes":
+    if tokenizer.name == "bytes":
         return "its converter does not know the tokenizer"
+    if not getattr(tokenizer, "byte_level", True):
+        return "its converter needs the original model's tokenizer.model in the folder, or it splits text wrongly"
     if config.arch == "llama" and config.attention == "mla":
         if config.q_lora_rank is None:
             return "it does not load latent attention without q_lora_rank"
@@ -204,7 +205,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     if folder.resolve() == Path(source).resolve():
         fail(f"--out_dir={out_dir}: holds the base of {checkpoint}, or that model itself; give another folder")
     tokenizer, chat = get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
-    fault = llama_cpp_fault(model.config, tokenizer.name)
+    fault = llama_cpp_fault(model.config, tokenizer)
     hf_model = build_hf_model(model, tokenizer, chat).to(getattr(torch, dtype))
     for name, p in hf_model.named_parameters():
         if p.isinf().any():
@@ -212,13 +213,16 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     print(f"writing {out_dir} ...")
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob("model.safetensors*"):  # written last: nothing opens a folder without them
+        # written last: nothing opens a folder without them
+        for file in (*folder.glob("model.safetensors*"), *folder.glob("chat_template.jinja")):
             file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),
                                           encoding="utf-8")
         hf_model.save_pretrained(folder, max_shard_size=shard_size)
+        fields = json.loads((folder / "config.json").read_bytes())  # and where transformers 4 reads rotary positions:
+        (folder / "config.json").write_text(json.dumps({**fields, **config_to_hf(model.config)}, indent=1))
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors lets only the owner read them
     print(f"{describe_model(loaded)}\n{out_dir}: {type(hf_model).__name__}, {dtype}, "

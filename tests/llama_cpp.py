@@ -155,7 +155,7 @@ def compare(name, converter, programs, folder):
                    "base.gguf.LlamaHfVocab.get_token_score = lambda _, i: -float(i)\nconvert_hf_to_gguf.main()"]
     bos = [tokenizer.eot_token] if name in ("llama2", "llama3") else []
     ours = our_perplexity(model, encode(tokenizer, (ROOT / "README.md").read_text(encoding="utf-8")), bos)
-    fault = llama_cpp_fault(model.config, tokenizer.name)
+    fault = llama_cpp_fault(model.config, tokenizer)
 
     output, converted = output_of(*command, path, "--outfile", gguf, "--outtype", "f32")
     if not converted:

@@ -126,7 +126,8 @@ def test_the_hubs_base_and_data_are_told_from_files(tmp_path, monkeypatch):
     ({}, "gpt2", ""), ({"attention": "mla"}, "gpt2", ""), ({"arch": "llama", "intermediate_size": 32}, "gpt2", ""),
     ({"arch": "llama", "attention": "mla", "q_lora_rank": 8}, "gpt2", "")])
 def test_the_faults_of_llama_cpp_are_named(fields, tokenizer, words):
-    fault = export_hf.llama_cpp_fault(GPTConfig(**{"n_layer": 1, "n_head": 2, "n_embd": 16, **fields}), tokenizer)
+    config = GPTConfig(**{"n_layer": 1, "n_head": 2, "n_embd": 16, **fields})
+    fault = export_hf.llama_cpp_fault(config, get_tokenizer(tokenizer))
     assert words in fault and bool(words) == bool(fault)
 
 
