@@ -21,11 +21,13 @@ import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 
+# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+from configurator import Positive, configure, fail
+
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from configurator import Positive, configure, fail
 from distributed import init_process
 from machine import describe_machine, peak_memory_mb
 from shards import shard_header

@@ -16,18 +16,20 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Literal
 
+# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
+                          one_line_errors, update_settings)
+
 import torch
 
 from chat_data import build_datasets
 from checkpoint import Checkpointer, check_chat_format, describe_model
 from compiling import compile_options, warm_up, wrap_model
-from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
-                          one_line_errors, update_settings)
 from dataloader import BatchLoader, validation_loss
 from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
                          print0, set_gradient_sync, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
-from interrupt import StopSignal, finish
+from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
 from machine import peak_flops
 from model import GPT, GPTConfig
@@ -116,6 +118,7 @@ config, overrides = configure(globals())
 
 # -----------------------------------------------------------------------------
 # setup
+drop_failed_writes()
 if "epochs" in overrides and "max_iters" in overrides:
     fail("--epochs and --max_iters: give one of them, both set the length of the run")
 checkpoint, resuming = load_init_from(config, overrides, "chat")

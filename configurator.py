@@ -81,6 +81,21 @@ def one_line_errors(where="", advice="", errors=Exception):
         fail(f"{where}: {format_error(error)}".removeprefix(": ") + (f"; {advice}" if advice else ""))
 
 
+def excepthook(kind, error, tb):
+    """One line for Ctrl-C, a closed output and a full disk, the traceback for the rest."""
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
+    elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    elif issubclass(kind, OSError):
+        fail(f"{kind.__name__}: {error}", alone=True)
+    else:
+        sys.__excepthook__(kind, error, tb)
+
+
+sys.excepthook = excepthook  # at import: the imports after it take long and can be interrupted, too
+
+
 def configure(namespace, argv=None):
     """
     Check the overrides in `argv` (default: the command line) and write them into the annotated globals of a script.

@@ -52,8 +52,8 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
                  f"it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
-        checksums = meta.get("checksums", {})  # {name of a shard: checksum}
-        self.shards = ([read_shard(path, checksums.get(os.path.basename(path))) for path in paths]
+        recorded = meta.get("shards", {})
+        self.shards = ([read_shard(path, recorded.get(os.path.basename(path))) for path in paths]
                        or [read_headerless(nanogpt)])
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all

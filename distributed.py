@@ -6,6 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+import configurator
 from configurator import fail, format_error
 
 # Linux: use transparent huge pages for CPU tensors of 2 MB or more (1 page fault instead of 512), as NumPy does. Must
@@ -60,22 +61,16 @@ def init_process(device):
 
 
 def excepthook(kind, error, tb):
-    """One line for expected errors, the traceback for the rest."""
-    if issubclass(kind, KeyboardInterrupt):
-        print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
-    elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    elif issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+    """One line for errors that torch raises and a user can do something about; configurator.py has the others."""
+    if issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the "
              f"same factor: the same model)", alone=True)
     elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
         print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them "
               f"again with --init_from=auto", file=sys.stderr)
-    elif issubclass(kind, OSError):  # the disk
-        fail(f"{kind.__name__}: {error}", alone=True)
     else:
-        sys.__excepthook__(kind, error, tb)
+        configurator.excepthook(kind, error, tb)
 
 
 sys.excepthook = excepthook  # at import: loading a checkpoint, before init_process, may take long and fail, too

@@ -27,6 +27,9 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
 
+# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+from configurator import Positive, configure, fail, format_error, one_line_errors
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,7 +38,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm  # comes with datasets
 
 from checkpoint import check_tokenizer, describe_model, load_model
-from configurator import Positive, configure, fail, one_line_errors
 from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
@@ -340,6 +342,10 @@ if __name__ == "__main__":
             results[task] = score(model, tokenizer, meta["stage"], examples[task], batch_size, max_new_tokens)
             print0(format_result(task, results[task]))
     if output and this_rank == 0:
-        Path(output).write_text(json.dumps(results, indent=1))
+        try:
+            Path(output).write_text(json.dumps(results, indent=1))
+        except OSError as error:  # a full disk
+            Path(output).unlink(missing_ok=True)
+            fail(f"--output={output}: {format_error(error)}", alone=True)
     if dist.is_initialized():
         dist.destroy_process_group()

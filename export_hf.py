@@ -15,12 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+from configurator import Positive, configure, fail, one_line_errors
+
 import torch
 import torch.nn.functional as F
 
 from chat_data import parse_mixture
 from checkpoint import describe_model, load_model
-from configurator import Positive, configure, fail, one_line_errors
 from import_hf import (GPT2_MODELS, LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, import_transformers,
                        is_hub_name, transpose_matrices)
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, count_ids, get_tokenizer, has_template

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import torch.distributed as dist
 
@@ -18,32 +19,28 @@ def resume_hint(out_dir):
     return f"resume with {start} {shlex.quote(sys.argv[0])} --init_from=resume --out_dir={shlex.quote(str(out_dir))}"
 
 
-def drop_failed_writes(stream):
-    """From here on, stdout or stderr drops what it cannot write: a full disk or a closed pipe must not stop a run."""
-    raw = getattr(stream.buffer, "raw", stream.buffer)  # with python -u nothing is buffered
-    write = raw.write
-
-    def write_or_drop(data):
+def drop_failed_writes():
+    """From here on, stdout and stderr drop what they cannot write: no full disk or closed pipe may stop a run."""
+    def write_or_drop(write, data):
         try:
             return write(data)
         except OSError:
             return len(data)
 
-    raw.write = write_or_drop
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed at the start
+        raw = getattr(stream.buffer, "raw", stream.buffer)  # with python -u nothing is buffered
+        raw.write = partial(write_or_drop, raw.write)
 
 
 class StopSignal:
     """
     From its construction on, SIGTERM, SIGINT, SIGUSR1 (Slurm's, with --signal=USR1@60) and SIGHUP (a closed terminal)
     set `requested`, and the loop stops after its step. Schedulers and torchrun both forward them to every worker, so
-    repeats within 5 seconds count as one; a later one exits at once. Output that cannot be written is dropped.
+    repeats within 5 seconds count as one; a later one exits at once.
     """
 
     def __init__(self, out_dir):
         self.out_dir, self.requested, self.requested_at = out_dir, False, 0.0
-        for stream in (sys.stdout, sys.stderr):
-            if stream:  # None if it was closed at the start
-                drop_failed_writes(stream)
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows lacks two
             if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # nohup ignores it

@@ -185,7 +185,7 @@ def read_progress(folder, recipe):
         if meta.get(key, value) != value:  # an earlier version wrote fewer keys
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
     for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
-        read_shard(folder / name, meta.get("checksums", {}).get(name))
+        read_shard(folder / name, meta.get("shards", {}).get(name))
     return meta
 
 
@@ -196,7 +196,7 @@ def write_shard(folder, tokens, meta):
         names, shards = ["val_000000.bin", *names], np.split(tokens, [meta["val_tokens"]])
     for name, shard in zip(names, shards):
         write_atomically(folder / name, shard_header(len(shard), shard.dtype.str), shard)
-        meta.setdefault("checksums", {})[name] = zlib.crc32(shard)
+        meta.setdefault("shards", {})[name] = zlib.crc32(shard), (folder / name).stat().st_mtime_ns
     meta["train shards"] += 1
     write_meta(folder, meta)
 

@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import check_chat_format, describe_model, load_model
-from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
 from tokenizer import chat_tokens, count_ids, decode_chat, encode, get_tokenizer, render_chat, sanitize
 

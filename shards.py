@@ -22,11 +22,11 @@ def shard_header(n_tokens, dtype="<u2"):
     return struct.pack("<3i", *HEADERS[dtype], n_tokens).ljust(HEADER_BYTES, b"\0")
 
 
-def read_shard(path, checksum=None):
+def read_shard(path, recorded=None):
     """
     The tokens of a shard, memory-mapped: (n,) uint16 or uint32. Exits with an error if it is not a whole shard.
-    checksum: the CRC-32 of its tokens, or None. It reads the whole shard, so it is compared only if the shard was
-    written, copied or moved later than meta.json.
+    recorded: what meta.json has of it, the CRC-32 of its tokens and the time of its last change in ns, or None. The
+    CRC-32 reads the whole shard, so it is compared only if the shard has changed since, or is a copy.
     """
     with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
@@ -36,9 +36,8 @@ def read_shard(path, checksum=None):
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[*HEADERS[dtype], n]}, the last being the number of tokens that it has")
         shard = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
-        if checksum and os.stat(path).st_ctime >= os.stat(Path(path).with_name("meta.json")).st_ctime:
-            if zlib.crc32(shard) != checksum:
-                raise ValueError("its tokens have changed since they were prepared")
+        if recorded and os.stat(path).st_mtime_ns != recorded[1] and zlib.crc32(shard) != recorded[0]:
+            raise ValueError("its tokens have changed since they were prepared")
         return shard
 
 
@@ -61,7 +60,7 @@ def read_meta(data_dir):
         return {"tokenizer": "gpt2"}
     with one_line_errors(path, "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
-        meta["tokenizer"], meta["checksums"] = str(meta["tokenizer"]), dict(meta.get("checksums", {}))
+        meta["tokenizer"], meta["shards"] = str(meta["tokenizer"]), dict(meta.get("shards", {}))
         finished = meta.get("finished", True)  # only prepare_data.py writes it
     if not finished:
         fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")

@@ -55,9 +55,10 @@ def load_init_from(config, overrides, stage):
     positions = model_args["max_seq_len"]
     if not resuming and overrides.get("max_seq_len") is None:
         config["max_seq_len"] = min(2048, positions)
-    if config["max_seq_len"] > positions:
-        fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at most "
-             f"that")
+    with one_line_errors(source, errors=TypeError):  # of a crafted checkpoint
+        if config["max_seq_len"] > positions:
+            fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at "
+                 f"most that")
     if "masks" in checkpoint and not resuming and not config.get("sparsity"):
         print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
     return checkpoint, resuming

@@ -12,17 +12,19 @@ import time
 from dataclasses import asdict, fields
 from typing import Annotated, Literal
 
+# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure,
+                          one_line_errors, update_settings)
+
 import torch
 
 from checkpoint import Checkpointer, check_tokenizer
 from compiling import compile_options, warm_up, wrap_model
-from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure,
-                          one_line_errors, update_settings)
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
                          print0, set_gradient_sync, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
-from interrupt import StopSignal, finish
+from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
 from machine import peak_flops
 from model import GPT, GPTConfig
@@ -116,6 +118,7 @@ config, overrides = configure(globals())
 
 # -----------------------------------------------------------------------------
 # setup
+drop_failed_writes()
 checkpoint, resuming = load_init_from(config, overrides, "base")
 update_settings(globals(), config, init_from)  # of the run to resume, or of the model to start from
 check_out_dir(config, resuming, checkpoint)

@@ -66,11 +66,11 @@ def recorded(tmp_path):
     """A folder of shards that meta.json records. Returns it, and the path of its second training shard."""
     data_dir = counting_shards(tmp_path / "data", 100, 90, 80)
     counting_shards(tmp_path / "data", 50, split="val")
-    checksums = {path.name: zlib.crc32(read_shard(path)) for path in (tmp_path / "data").glob("*.bin")}
-    time.sleep(0.02)  # the clock of a file system is coarse
+    shards = {path.name: (zlib.crc32(read_shard(path)), path.stat().st_mtime_ns)
+              for path in (tmp_path / "data").glob("*.bin")}
     (tmp_path / "data" / "meta.json").write_text(json.dumps(
-        {"tokenizer": "bytes", "tokens": 100 + 90 + 80 + 50, "val_tokens": 50, "checksums": checksums}))
-    time.sleep(0.02)
+        {"tokenizer": "bytes", "tokens": 100 + 90 + 80 + 50, "val_tokens": 50, "shards": shards}))
+    time.sleep(0.02)  # the clock of a file system is coarse
     return data_dir, tmp_path / "data" / "train_000001.bin"
 
 
@@ -94,7 +94,20 @@ def test_shards_that_are_missing_changed_or_not_recorded_are_refused(recorded, r
         TokenDataset(data_dir, "train", 8)
 
 
-def test_only_shards_newer_than_meta_are_read(recorded, monkeypatch):
+def test_a_damaged_copy_is_refused(recorded, refused, tmp_path):
+    """In whatever order the files of a folder are copied."""
+    data_dir, path = recorded
+    path.write_bytes(path.read_bytes()[:-2] + b"\7\0")
+    for last in "meta.json", "train_000001.bin":
+        copy = tmp_path / f"{last} last"
+        copy.mkdir()
+        for source in sorted((tmp_path / "data").iterdir(), key=lambda source: source.name == last):
+            (copy / source.name).write_bytes(source.read_bytes())
+            time.sleep(0.02)
+        assert "its tokens have changed" in refused(TokenDataset, str(copy), "train", 8)
+
+
+def test_only_shards_that_changed_are_read(recorded, monkeypatch):
     data_dir, path = recorded
     read = []
     monkeypatch.setattr(shards.zlib, "crc32", lambda shard, crc32=zlib.crc32: read.append(len(shard)) or crc32(shard))

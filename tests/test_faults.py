@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
@@ -110,6 +111,14 @@ def test_ctrl_c_before_the_process_is_set_up_is_one_line(tmp_path):
     assert output == "\ninterrupted\n"
 
 
+@pytest.mark.parametrize("script", ["train_gpt2", "chat_sft", "sample", "evaluate", "export_hf", "bench"])
+def test_ctrl_c_while_torch_is_imported_is_one_line(script, tmp_path):
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run([sys.executable, ROOT / f"{script}.py"], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "\ninterrupted\n")
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(shards, tmp_path):
     signal_rank_1 = """
 import os, signal, distributed
@@ -135,13 +144,37 @@ def test_what_a_full_disk_or_a_closed_pipe_does_not_take_is_dropped(unbuffered):
     os.close(read_end)
     for number in (os.open("/dev/full", os.O_WRONLY), write_end):
         file = open(number, "wb", buffering=0 if unbuffered else -1)
-        stream = io.TextIOWrapper(file, write_through=unbuffered)
-        with pytest.raises(OSError):
-            file.write(b"x")
-            file.flush()
-        drop_failed_writes(stream)
-        print("x", file=stream, flush=True)
-        stream.close()
+        with io.TextIOWrapper(file, write_through=unbuffered) as stream:
+            with pytest.raises(OSError):
+                file.write(b"x")
+                file.flush()
+            with redirect_stdout(stream):
+                drop_failed_writes()
+            print("x", file=stream, flush=True)
+
+
+def test_results_that_a_full_disk_does_not_take_leave_no_file(trained, shards, tmp_path):
+    full = """
+from pathlib import Path
+def write_text(path, text):
+    path.touch()
+    raise OSError(28, "No space left on device")
+Path.write_text = write_text
+"""
+    output = run(patched(tmp_path, "evaluate.py", full), f"--checkpoint={trained}", "--tasks=",
+                 f"--data_dir={shards}", "--eval_iters=1", "--device=cpu", f"--output={tmp_path}/results.json", code=2)
+    assert f"error: --output={tmp_path}/results.json: OSError: [Errno 28] No space left on device" in output
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_reader_that_stops_after_one_line_stops_no_run(shards, tmp_path):
+    """As with `| head -1`: the first line of output finds nobody."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, ROOT / "train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o"]
+    assert subprocess.run(command, stdout=write_end, stderr=write_end).returncode == 0
+    os.close(write_end)
+    assert load(tmp_path / "o")["iter_num"] == 20
 
 
 @pytest.mark.parametrize("output", ["os.open('/dev/full', os.O_WRONLY)", "write_end"], ids=["full", "closed"])

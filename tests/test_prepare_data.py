@@ -108,9 +108,10 @@ def bytes_tokens(documents):
 
 
 def contents(data_dir):
-    """The bytes of each file of a folder; of meta.json what does not depend on the source."""
+    """The bytes of each file of a folder; of meta.json what does not depend on the source and on the time."""
     meta = json.loads((data_dir / "meta.json").read_text())
     del meta["source"], meta["state"]
+    meta["shards"] = {name: checksum for name, (checksum, _) in meta.get("shards", {}).items()}
     return meta, {path.name: path.read_bytes() for path in data_dir.iterdir() if path.name != "meta.json"}
 
 
@@ -154,7 +155,8 @@ def test_the_shards_hold_the_documents_and_meta_counts_them(sources):
     meta = read_meta(folder)
     assert meta.items() > {"tokenizer": "bytes", "vocab_size": 384, "documents": 401, "documents skipped": 0,
                            "tokens": len(tokens), "bytes": len(tokens) - 401, "exhausted": True}.items()
-    assert meta["checksums"] == {path.name: zlib.crc32(read_shard(path)) for path in folder.glob("*.bin")}
+    assert meta["shards"] == {path.name: [zlib.crc32(read_shard(path)), path.stat().st_mtime_ns]
+                              for path in folder.glob("*.bin")}
     assert [name for name, _ in meta["source"]["files"]] == ["a.parquet", "b.parquet"]
 
 
@@ -301,14 +303,14 @@ def test_a_larger_max_tokens_adds_shards_and_changes_none(sources):
         assert "prepared already" in prepare(sources, *args, f"--max_tokens={max_tokens}")
     assert contents(folder) == (meta, before)
     old = json.loads((folder / "meta.json").read_text())
-    del old["checksums"]  # as an earlier version left it
+    del old["shards"]  # as an earlier version left it
     (folder / "meta.json").write_text(json.dumps(old))
     kill_at_rename(2, sources, *args, "--max_tokens=100000")
     for more in ["--max_tokens=100000"], []:
         prepare(sources, *args, *more)
     meta, after = contents(folder)
     assert before.items() < after.items() and all_tokens(folder) == bytes_tokens(DOCUMENTS) and meta["exhausted"]
-    assert meta["checksums"].keys() == {name for name in after.keys() - before.keys() if name.endswith(".bin")}
+    assert meta["shards"].keys() == {name for name in after.keys() - before.keys() if name.endswith(".bin")}
 
 
 def test_interrupted_by_ctrl_c_it_ends_in_one_line_and_never_imports_torch(tmp_path):
@@ -378,11 +380,11 @@ def test_a_folder_of_the_version_before(prepared, capsys):
     folder, command = prepared
     path = folder / "undisturbed/meta.json"
     meta = json.loads(path.read_text())
-    for key in ("text_column", "val_tokens", "shard_size", "finished", "state", "checksums"):
+    for key in ("text_column", "val_tokens", "shard_size", "finished", "state", "shards"):
         del meta[key]
     path.with_name("progress.json").touch()
     path.write_text(json.dumps(meta))
-    assert read_meta(path.parent) == {**meta, "checksums": {}} and "prepared already" in prepare(folder, *command)
+    assert read_meta(path.parent) == {**meta, "shards": {}} and "prepared already" in prepare(folder, *command)
     path.write_text(json.dumps(meta | {"exhausted": False}))
     assert "an earlier version" in refusal(folder, *command)
     path.unlink()  # as in an unfinished one, or with shards from elsewhere
