@@ -24,7 +24,7 @@ from distributed import rank
 from model import IGNORE
 from tokenizer import decode_chat, render_chat, sanitize, token_dtype
 
-VERSION = 2  # raise it whenever tokenize_source yields something else, and all sources are tokenized again
+VERSION = 3  # raise it whenever tokenize_source yields something else, and all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds
 
 

@@ -49,27 +49,27 @@ class HFTokenizer:
         self.byte_level = "ByteLevel" in repr(self.bpe.decoder)
 
         settings = json.loads(files.get("tokenizer_config.json", "{}"))
-        self.names = {}  # bos_token, eos_token, ..., which templates write
+        self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
+        self.named_tokens = {}  # bos_token, eos_token, ..., which templates write
         for key, token in settings.items():
             if key.endswith("_token") and isinstance(token, (str, dict)):
-                self.names[key] = token["content"] if isinstance(token, dict) else token
+                self.named_tokens[key] = token["content"] if isinstance(token, dict) else token
         special = self.special.values()
-        marks = [mark for mark in ("<|endoftext|>", self.names.get("bos_token"), self.names.get("eos_token"))
-                 if mark in special]
-        if not marks:
+        candidates = ("<|endoftext|>", self.named_tokens.get("bos_token"), self.named_tokens.get("eos_token"))
+        separators = [vocabulary[token] for token in candidates if token in special]
+        if not separators:
             raise ValueError("it has no special token <|endoftext|>, bos_token or eos_token; train it with "
                              "special_tokens=['<|endoftext|>']")
-        self.eot_token, self.stop_ids = vocabulary[marks[0]], {vocabulary[marks[0]], vocabulary[marks[-1]]}
-        self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
+        self.eot_token, self.stop_ids = separators[0], {separators[0], separators[-1]}
+        self.special_token = re.compile("|".join(map(re.escape, special)))
         # whether the chat tokens would get the ids after its own
-        self.can_grow = len(vocabulary) == self.n_vocab and not any("<|user|>" in token for token in vocabulary)
+        self.can_grow = len(vocabulary) == self.n_vocab and "<|user|>" not in vocabulary
 
         text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(special)
         ids = self.encode_ordinary(text)
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
-        if decoded != text or self.special.keys() & set(ids) or getattr(self.bpe.model, "dropout", None):
-            raise ValueError("its ids do not give back the text that they were made from, or not always, or spell "
-                             "special tokens")
+        if decoded != text or self.special.keys() & set(ids):
+            raise ValueError("its ids do not give back the text that they were made from, or spell special tokens")
 
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
@@ -101,7 +101,7 @@ class HFTokenizer:
     def transformers_tokenizer(self):
         import transformers  # not at the top: it takes seconds
         return transformers.PreTrainedTokenizerFast(tokenizer_object=self.bpe, chat_template=self.chat_template,
-                                                    **self.names)
+                                                    **self.named_tokens)
 
     def apply_template(self, messages, prompt=False):
         """Messages as text. prompt: with the beginning of an answer."""
@@ -112,14 +112,10 @@ class HFTokenizer:
             raise ValueError(f"the model's chat template failed: {error}")
 
     @functools.cached_property
-    def answer_prompt(self):
-        """What the template writes between a question and its answer."""
-        return self.apply_template([{"role": "user", "content": "\ue000"}], prompt=True).rpartition("\ue000")[2]
-
-    @functools.cached_property
     def end_token(self):
         """The id that ends an answer in the template. Raises ValueError if there is none."""
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        talk = [{"role": role, "content": f"the {turn} message of the {role}"}
+                for turn in ("first", "second") for role in ("user", "assistant")]
         *_, last = (i for i, learned in zip(*self.render_chat(talk)) if learned)
         return last
 
@@ -128,61 +124,48 @@ class HFTokenizer:
         tokenizer.render_chat by the model's template. Its ids are those of transformers, unless a message spells a
         special token, which is text here. Trained is what follows the prompt for an answer, up to the special token
         that ends it. Raises ValueError if the template refuses the messages or changes more than white space at their
-        ends and earlier thoughts.
+        ends and thoughts.
         """
-        messages = [{"role": message["role"], "content": message["content"].encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace")} for message in messages]
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]  # private characters, to find the contents
-        marked = self.apply_template([{**message, "content": mark} for message, mark in zip(messages, marks)], prompt)
-        around = re.split("(\ue000[0-9]+\ue001)", marked)  # with the marks, if all is well, in every second place
-        if around[1::2] != marks:
-            raise ValueError("the model's chat template leaves out messages, or changes their order")
-        text, contents, end = self.apply_template(messages, prompt), [], 0
-        for message, before, after in zip(messages, around[::2], around[2::2]):
-            content = message["content"]
-            thought = content.rpartition("</think>")[2].lstrip("\n")
-            content = next((kept for kept in (content, content.strip(), content.lstrip(), content.rstrip(), thought)
-                            if kept and text.startswith(before + kept + after, end)), None)
-            if content is None:
-                raise ValueError("the model's chat template rewrites a message, maybe its thoughts")
-            start = end + len(before)
-            end = start + len(content)
-            contents.append((start, end))
-        if text[end:] != around[-1]:
-            raise ValueError("the model's chat template adds something that depends on the messages")
-
-        ids, offsets, special = self.encode_template(text, contents)
-        answers, end_tokens = [], set()
-        for message, before, (start, end) in zip(messages, around[::2], contents):
-            if message["role"] == "assistant" and not prompt:
-                if not before.startswith(self.answer_prompt):
+        # the same without the special tokens that messages spell, so that those of the template can be found
+        hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
+                                                                message["content"])} for message in messages]
+        text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
+        place, answers, end_tokens = 0, [], set()
+        for i, message in enumerate(hidden):
+            is_answer = message["role"] == "assistant"
+            if is_answer:
+                before = self.apply_template(hidden[:i], prompt=True)
+                if not outline.startswith(before):
                     raise ValueError("the model's chat template does not begin answers as it prompts for them")
-                begins, ends = next(((a, b) for a, b in special if b > end), (len(text), len(text)))
-                end_tokens.add("" if any(end < a < ends for a, _ in contents) else text[begins:ends])
-                answers.append((start - len(before) + len(self.answer_prompt), ends))
-        if len(end_tokens) > 1 or "" in end_tokens:
+                place = len(before)
+            content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
+            place = outline.find(content, place) + len(content)
+            if place < len(content):
+                raise ValueError("the model's chat template leaves out a message or rewrites it")
+            if is_answer:
+                end = self.special_token.search(outline, place)
+                end_tokens.add(end and end[0])
+                place = end.end() if end else len(text)
+                answers.append((len(before), place))
+        if len(end_tokens) > 1 or None in end_tokens:
             raise ValueError("the model's chat template ends an answer with no special token, or each with another")
+        ids, offsets = self.encode_template(text, outline)
         # a token of white space has no width here; the first token of an answer may take the space before it
         return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]
 
-    def encode_template(self, text, contents):
-        """
-        The ids of a rendered text, where each begins and ends in it, and where the template's special tokens do.
-        contents: where each message begins and ends; special tokens in there stay text.
-        """
+    def encode_template(self, text, outline):
+        """The ids of a rendered text and where each begins and ends in it. outline: without typed special tokens."""
         self.bpe.encode_special_tokens = False
         encoding = self.bpe.encode(text, add_special_tokens=False)
-        special = [place for i, place in zip(encoding.ids, encoding.offsets) if i in self.special]
-        template = [(a, b) for a, b in special if not any(start <= a and b <= end for start, end in contents)]
-        ids, offsets = encoding.ids, encoding.offsets
-        if template != special:
-            if self.encode_pieces(text, special)[0] != ids:
-                raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
-            ids, offsets = self.encode_pieces(text, template)
-        return ids, offsets, template
+        if text == outline:
+            return encoding.ids, encoding.offsets
+        if self.encode_pieces(text, text)[0] != encoding.ids:
+            raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
+        return self.encode_pieces(text, outline)
 
-    def encode_pieces(self, text, special):
-        """encode_template's ids and their places, with special tokens at these places and nowhere else."""
+    def encode_pieces(self, text, outline):
+        """The same, with special tokens only where they stand in the outline."""
+        special = [found.span() for found in self.special_token.finditer(outline)]
         ids, offsets = [], []
         for begins, ends in pairwise([0, *chain(*special), len(text)]):  # in turn text and a special token
             self.bpe.encode_special_tokens = (begins, ends) not in special

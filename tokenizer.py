@@ -55,7 +55,12 @@ def encode(tokenizer, text):
     try:
         return tokenizer.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
-        return encode(tokenizer, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        return encode(tokenizer, replace_surrogates(text))
+
+
+def replace_surrogates(text):
+    """A text with U+FFFD for each half of a surrogate pair, which is no character; JSON can spell one."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def has_template(tokenizer):
@@ -102,7 +107,8 @@ def render_chat(tokenizer, messages, prompt=False):
     prompt: add the beginning of an answer, <|assistant|>.
     """
     if has_template(tokenizer):
-        return tokenizer.render_chat(messages, prompt)
+        return tokenizer.render_chat([{"role": message["role"], "content": replace_surrogates(message["content"])}
+                                      for message in messages], prompt)
     special = chat_tokens(tokenizer)
     ids, trained = [tokenizer.eot_token], [False]
     for message in messages:

@@ -1,6 +1,7 @@
 """Released models with their own tokenizers and chat templates, against transformers."""
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -304,7 +305,7 @@ def test_messages_give_a_template_their_content_and_nothing_else(qwen3):
 
 @pytest.mark.parametrize("change", [
     {"decoder": None}, {"pre_tokenizer": None}, {"added_tokens": [{"special": False}]},
-    {"model": {"dropout": 0.5}}, {"model": {"vocab": {"a": 0}, "merges": []}}], ids=str)
+    {"model": {"vocab": {"a": 0}, "merges": []}}], ids=str)
 def test_a_tokenizer_that_loses_text_is_refused(qwen3, change):
     files = read_files(qwen3)
     content = json.loads(files["tokenizer.json"])
@@ -330,12 +331,25 @@ def test_a_tokenizers_folder_must_be_the_one_that_meta_json_names(tmp_path, qwen
         TokenDataset(f"{tmp_path}/data", "val", 8)
 
 
-def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):
-    thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
-    jsonl(tmp_path / "a.jsonl", [turns(f"{i}", "b") for i in range(60)] + [thoughts] * 3)
-    output = run("chat_sft.py", *RUN, f"--init_from={qwen3}", f"--data={tmp_path}/a.jsonl", "--print_batch=True",
-                 f"--chat_dir={tmp_path}/chat")
-    assert "3 skipped: the model's chat template rewrites a message, maybe its thoughts" in output
+def test_thoughts_are_trained_on_where_the_template_keeps_them(qwen3):
+    """Qwen3's drops those of earlier answers."""
     tokenizer = HFTokenizer(read_files(qwen3))
+    thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
+    for talk, learned in [(thoughts, "<think>\nhm\n</think>\n\nb<|im_end|>"),
+                          (thoughts + thoughts, "b<|im_end|><think>\nhm\n</think>\n\nb<|im_end|>")]:
+        ids, trained = render_chat(tokenizer, talk)
+        assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == learned
     earlier = render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0]  # as sample.py sends them back
     assert "hm" not in decode_chat(tokenizer, earlier)
+
+
+def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):
+    """Here anything in capitals."""
+    template = (qwen3 / "chat_template.jinja").read_text()
+    folder = tmp_path / "model"
+    shutil.copytree(qwen3, folder)
+    (folder / "chat_template.jinja").write_text(template.replace("= message.content %}", "= message.content|lower %}"))
+    jsonl(tmp_path / "a.jsonl", [turns(f"{i}", "b") for i in range(60)] + [turns("HM", "b"), turns("hm", "B")])
+    output = run("chat_sft.py", *RUN, f"--init_from={folder}", f"--data={tmp_path}/a.jsonl", "--print_batch=True",
+                 f"--chat_dir={tmp_path}/chat")
+    assert "2 skipped: the model's chat template leaves out a message or rewrites it" in output
