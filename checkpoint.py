@@ -40,10 +40,10 @@ def load_checkpoint(path, merge=True):
     least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
     adapters of a LoRA run are merged into their base, or with merge=False come alone.
     """
-    from import_hf import convert_nanogpt, is_hub_name, load_hf  # not at the top: training does without it
+    from import_hf import convert_nanogpt, hub_name, load_hf  # not at the top: training does without it
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
-    if not candidates or is_hub_name(path) and not path.exists():
+    if not candidates or hub_name(path):
         return load_hf(path)
     for candidate in candidates:
         try:
@@ -138,10 +138,10 @@ def fingerprint(checkpoint):
 
 def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
-    from import_hf import is_hub_name
+    from import_hf import hub_name
     base = checkpoint["lora"]
     for place in (base["absolute"], base["path"], str(Path(checkpoint["path"]).with_name(BASE))):
-        if os.path.exists(place) or is_hub_name(place):
+        if os.path.exists(place) or hub_name(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]

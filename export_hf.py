@@ -10,8 +10,6 @@ values: the same function with a larger cache. An imported model keeps its token
 All scripts here open such a folder, too. Needs transformers.
 """
 import json
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,23 +21,22 @@ import torch.nn.functional as F
 
 from chat_data import parse_mixture
 from checkpoint import describe_model, load_model
-from import_hf import (GPT2_MODELS, LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, import_transformers,
-                       is_hub_name, transpose_matrices)
-from tokenizer import END_OF_TEXT, ROLES, chat_tokens, count_ids, get_tokenizer, has_template
+from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, convert_weights, hub_name,
+                       import_transformers)
+from sample import generation_limits
+from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer, has_template
 
 # -----------------------------------------------------------------------------
 # weights
 
 def to_hf(weights, config):
     """Our state dict with the names and layout of the transformers class that config_to_hf chooses."""
-    if config.arch == "gpt2":
-        return transpose_matrices(mla_to_mha(weights, config) if config.attention == "mla" else weights)
+    if config.arch == "gpt2" and config.attention == "mla":
+        weights = mla_to_mha(weights, config)
     if config.embed_norm:  # it norms each row of the table by itself, so the exported table has normed rows
         table = weights["transformer.wte.weight"]
         weights = {**weights, "transformer.wte.weight": F.rms_norm(table, table.shape[1:], eps=1e-5)}
-    for ours, theirs in LLAMA_NAMES.items():
-        weights = {name.replace(ours, theirs): tensor for name, tensor in weights.items()}
-    return weights
+    return convert_weights(weights, config, LLAMA_NAMES.items())
 
 
 def mla_to_mha(weights, config):
@@ -59,18 +56,15 @@ def mla_to_mha(weights, config):
 def build_hf_model(model, tokenizer, chat):
     """transformers' model with our weights. Exits with an error unless both compute the same logits."""
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
-    eot = tokenizer.eot_token
-    ends = [chat_tokens(tokenizer)["end"]] if chat else []
-    ends = [*dict.fromkeys([*ends, *getattr(tokenizer, "stop_ids", [eot])])]
+    eot, limits = tokenizer.eot_token, generation_limits(tokenizer, chat)
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
-            **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0], pad_token_id=eot))
+            **fields, bos_token_id=eot, eos_token_id=sorted(set(limits["stop_ids"])), pad_token_id=eot))
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
     # ids that the model was never trained to write
-    known = count_ids(tokenizer) if chat else tokenizer.n_vocab
-    hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]
+    hf_model.generation_config.suppress_tokens = [*range(limits["n_vocab"], config.vocab_size)]
     return hf_model
 
 
@@ -83,9 +77,9 @@ def tokenizer_to_hf(tokenizer):
     two tokens that form a third, lowest id first. bytes has none.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer  # splits text as GPT-2 does; transformers depends on it
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    from hf_tokenizer import byte_of_letter
     if tokenizer.name in ("gpt2", "bytes"):
-        letters = bytes_to_unicode()  # a printable character for each byte
+        letters = {byte: letter for letter, byte in byte_of_letter().items()}
         vocab = {"".join(letters[byte] for byte in token): i for token, i in tokenizer._mergeable_ranks.items()}
         merges = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))
                   if token[:i] in vocab and token[i:] in vocab]
@@ -125,8 +119,8 @@ CHAT_TEMPLATE = (
 # README.md
 
 USAGE = {"base": """\
-# a base model has not learned the chat tokens, so it has no chat template; the tokenizer does not add <|endoftext|>
-inputs = tokenizer("<|endoftext|>Once upon a time", return_tensors="pt")
+# a base model continues a text; each text that it was trained on begins with EOT
+inputs = tokenizer("EOTOnce upon a time", add_special_tokens=False, return_tensors="pt")
 """, "chat": """\
 inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True,
                                        return_dict=True, return_tensors="pt")
@@ -152,16 +146,10 @@ def llama_cpp_fault(config, tokenizer):
 
 
 def hub_sources(training):
-    """The base model and the data sets on the Hugging Face hub that the settings of a run name, as two lists."""
-    base, names = str(training.get("init_from")).removeprefix("auto:"), []
-    base = f"openai-community/{base}" if base in GPT2_MODELS else base
-    with suppress(Exception):  # a card without them is better than no export: the shards may be gone
-        names = parse_mixture(training["data"]) if "data" in training else [
-            json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
-    found = [re.match(r"[\w-][\w.-]*/[\w.-]+", name)  # owner/name, perhaps with /config
-             for name in names if not name.endswith(".jsonl") and not Path(name).exists()]
-    is_on_hub = is_hub_name(base) and not Path(base).exists()
-    return [base] if is_on_hub else [], [match[0] for match in found if match]
+    """The base model and the chat data on the Hugging Face hub that the settings of a run name, as two lists."""
+    base = str(training.get("init_from")).removeprefix("auto:")
+    data = ["/".join(name.split("/")[:2]) for name in parse_mixture(training.get("data") or "")]  # without /config
+    return [[name for name in map(hub_name, names) if name] for names in ([base], data)]
 
 
 def model_card(name, loaded, tokenizer, fault, hf_model):
@@ -183,13 +171,13 @@ settings and its validation loss.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForCausalLM.from_pretrained("{name}")
-{USAGE[stage].replace(END_OF_TEXT, eot)}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+{USAGE[stage].replace("EOT", eot)}print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
 {f"**Not for llama.cpp**: {fault}." if fault else "llama.cpp's `convert_hf_to_gguf.py` converts it."
  if tokenizer.name == "gpt2" else "llama.cpp's `convert_hf_to_gguf.py` converts it if it knows the tokenizer."}
 
-The tokenizer turns text that spells a special token, such as `<|end|>`, into that token, in chat messages too. Strip
+The tokenizer turns text that spells a special token, such as `{eot}`, into that token, in chat messages too. Strip
 such text from untrusted input.
 """
 
@@ -199,7 +187,7 @@ such text from untrusted input.
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes a Hugging Face folder. checkpoint: any path that load_checkpoint takes."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # after a full disk
+    is_export = run.exists() and b"val_loss" in run.read_bytes()
     if any(folder.glob("*")) and not (overwrite and is_export):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or --overwrite=True if it holds an export")
     model, loaded = load_model(checkpoint, "cpu")

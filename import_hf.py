@@ -16,7 +16,7 @@ import torch
 from configurator import one_line_errors
 from distributed import print0
 from model import GPT, GPTConfig
-from tokenizer import get_tokenizer, has_template
+from tokenizer import get_tokenizer, has_template, tokenizer_entry
 
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
@@ -28,17 +28,17 @@ RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a
 LLAMA_FIELDS = {"max_position_embeddings": "max_seq_len", "vocab_size": "vocab_size", "num_hidden_layers": "n_layer",
                 "num_attention_heads": "n_head", "num_key_value_heads": "n_kv_head", "hidden_size": "n_embd",
                 "intermediate_size": "intermediate_size", "rope_theta": "rope_theta", "rms_norm_eps": "norm_eps",
-                "tie_word_embeddings": "tied_head"}
+                "tie_word_embeddings": "tied_head", "head_dim": "head_dim"}
 LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # model.py's rotary_table has these numbers
 HF_FIELDS = {  # model_type -> {transformers' name of a field: GPTConfig's}
     "gpt2": {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
              "n_embd": "n_embd", "n_inner": "intermediate_size"},
-    "llama": {**LLAMA_FIELDS, "head_dim": "head_dim"}, "qwen3": {**LLAMA_FIELDS, "head_dim": "head_dim"},
-    "deepseek_v3": {"first_k_dense_replace": "n_layer",  # all layers are dense
+    "llama": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
+    "deepseek_v3": {"first_k_dense_replace": "n_layer", **LLAMA_FIELDS,  # all layers are dense
                     "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
                     "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
-                    "v_head_dim": "v_head_dim", **LLAMA_FIELDS},
+                    "v_head_dim": "v_head_dim", "head_dim": "qk_rope_head_dim"},  # of the rotated part
 }
 
 
@@ -53,8 +53,6 @@ def config_to_hf(config):
                 "n_ctx": config.max_seq_len}  # llama.cpp's converter reads this instead of n_positions
     if config.rope_factor != 1:
         hf_config["rope_scaling"] = {**LLAMA3_ROPE, "factor": config.rope_factor}
-    if kind == "deepseek_v3":
-        hf_config["head_dim"] = config.qk_rope_head_dim  # there the width of the rotated part
     return hf_config
 
 
@@ -93,17 +91,15 @@ LLAMA_NAMES = {"transformer.wte.": "model.embed_tokens.", "transformer.h.": "mod
                ".ln_2.": ".post_attention_layernorm.", ".attn.": ".self_attn."}
 
 
-def transpose_matrices(weights):
-    """GPT-2's weights, from (out, in) as in nn.Linear to (in, out) as in transformers' Conv1D, or back."""
-    return {name: tensor.t() if ".h." in name else tensor for name, tensor in weights.items()}  # vectors stay
-
-
-def from_hf(weights, config):
-    """The state dict of a transformers model with our names and layout. gpt2 has the same names in both."""
+def convert_weights(weights, config, names):
+    """
+    Our state dict as transformers', or back. names: pairs from LLAMA_NAMES, (from, to). GPT-2's names are the same, and
+    its matrices are transposed: (out, in) in nn.Linear here, (in, out) in Conv1D there.
+    """
     if config.arch == "gpt2":
-        return transpose_matrices(weights)
-    for ours, theirs in LLAMA_NAMES.items():
-        weights = {name.replace(theirs, ours): tensor for name, tensor in weights.items()}
+        return {name: tensor.t() if ".h." in name else tensor for name, tensor in weights.items()}  # vectors stay
+    for old, new in names:
+        weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
     return weights
 
 
@@ -123,19 +119,11 @@ def import_transformers():
 
 @torch.no_grad()
 def compare_logits(hf_model, model, length):
-    """
-    Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens. The logits of a
-    model that was hardly trained are too small to differ, so both heads are scaled up meanwhile, by a power of two.
-    """
+    """Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens."""
     idx = torch.arange(length)[None] % model.config.vocab_size
-    heads = {head.data_ptr(): head for head in (hf_model.get_output_embeddings().weight, model.lm_head.weight)}
-    scale = 2.0 ** max(0, round(math.log2(50 / model(idx).abs().max().clamp(min=1e-3))))
-    for head in heads.values():  # one, if the models share it
-        head *= scale
-    same = torch.allclose(hf_model(idx).logits, model(idx), rtol=1e-3, atol=1e-3)
-    for head in heads.values():
-        head /= scale
-    if not same:
+    logits = model(idx)
+    # relative to the largest, as those of a model that was hardly trained are small
+    if not torch.allclose(hf_model(idx).logits, logits, rtol=1e-3, atol=2e-5 * logits.abs().max().item()):
         raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
 
 
@@ -157,7 +145,8 @@ def read_weights(folder, config, dtype):
         raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a separate head")
     with torch.device("meta"):  # no memory, until it shares that of hf_model
         model = GPT(config)
-    model.load_state_dict(from_hf(hf_model.state_dict(), config), assign=True)
+    to_ours = [(theirs, ours) for ours, theirs in LLAMA_NAMES.items()]
+    model.load_state_dict(convert_weights(hf_model.state_dict(), config, to_ours), assign=True)
     compare_logits(hf_model, model.eval(), min(64, config.max_seq_len))
     narrow = {name: weights.to(dtype) for name, weights in model.state_dict().items()}
     exact = all(torch.equal(weights.float(), model.state_dict()[name]) for name, weights in narrow.items())
@@ -170,23 +159,24 @@ def load_hf(path):
     with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
     run.json. Exits with an error if path is neither, or if model.py computes something else than transformers.
     """
-    transformers, folder = import_transformers(), path
-    from huggingface_hub import snapshot_download
+    transformers, folder, name = import_transformers(), path, hub_name(path)
+    from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
     with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
                          f"a Hugging Face folder, or, with a network, owner/name on the hub, or one of "
                          f"{', '.join(GPT2_MODELS)}"):
-        if not folder.exists():  # snapshot_download needs no network for what it has fetched before
-            name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
+        if name:
+            try:  # this needs no network for what it has fetched before
+                folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
+            except errors.LocalEntryNotFoundError:
+                raise ValueError(f"no such folder, no connection to the hub, and no earlier download of {name}")
         hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config, run = config_from_hf(hf_config), folder / "run.json"
-        tokenizer, chats = read_tokenizer(folder, config.vocab_size)
-        facts = {"tokenizer": tokenizer, "stage": "chat" if chats else "base"}
+        tokenizer = read_tokenizer(folder, config.vocab_size)
+        facts = {"tokenizer": tokenizer_entry(tokenizer), "stage": "chat" if has_template(tokenizer) else "base"}
         if run.exists():
             found = json.loads(run.read_bytes())
             facts |= {key: found[key] for key in RUN_FACTS}
-            facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
         weights = read_weights(folder, config, torch.bfloat16 if hf_config.dtype == torch.bfloat16 else torch.float32)
         return convert_checkpoint(weights, config, path=str(path), **facts)
 
@@ -196,24 +186,20 @@ def load_hf(path):
 
 def read_tokenizer(folder, vocab_size):
     """
-    The tokenizer of a Hugging Face folder, as a checkpoint keeps it, and whether it has a chat template: gpt2 or bytes
-    if a vocabulary of that size is theirs, else its files. Raises an exception of any kind if it has none.
+    The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids are theirs, or if only its size says so, else its
+    own. Raises an exception of any kind if it has none.
     """
-    name = VOCABULARIES.get(vocab_size)
-    if not (folder / "tokenizer.json").exists():
-        if name is None:
-            raise ValueError(f"it has no tokenizer.json, and its vocabulary of {vocab_size} ids is neither gpt2's nor "
-                             f"that of bytes")
-        return name, False
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
-    files = read_files(folder)
-    tokenizer = HFTokenizer(files)
-    if name and all(tokenizer.decode_single_token_bytes(i) == get_tokenizer(name).decode_single_token_bytes(i)
-                    for i in range(get_tokenizer(name).n_vocab)):
-        return name, False
+    ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None
+    if ours and not (folder / "tokenizer.json").exists():
+        return ours
+    tokenizer = HFTokenizer(read_files(folder))
+    if ours and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
+                    for i in range(ours.n_vocab)):
+        return ours
     if tokenizer.n_vocab > vocab_size:
         raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model only {vocab_size}")
-    return files, has_template(tokenizer)
+    return tokenizer
 
 
 def convert_checkpoint(weights, gpt_config, **facts):
@@ -231,9 +217,11 @@ def convert_checkpoint(weights, gpt_config, **facts):
             "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
 
 
-def is_hub_name(path):
-    """Whether a path that does not exist may be a model of the hub: gpt2, ..., or owner/name."""
-    return str(path) in GPT2_MODELS or bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.pt)", str(path)))
+def hub_name(path):
+    """The name on the hub, owner/name, if a path does not exist and may be one (gpt2, ..., owner/name); else None."""
+    name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith((".pt", ".json", ".jsonl"))
+    return name if is_name and not Path(path).exists() else None
 
 
 def convert_nanogpt(checkpoint):

@@ -270,7 +270,7 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
     assert "ends an answer with no special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
     assert "failed: no" in tune(changed(chat_template__jinja="{{ raise_exception('no') }}"))
-    for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "no tokenizer.json"),
+    for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:
         folder = changed(**{name.replace(".", "__"): content})
         line = error_line(capsys, load_checkpoint, folder)
