@@ -3,8 +3,8 @@ Conversations -> packed or padded rows.
 
 A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
 last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16, or uint32 for a large
-vocabulary. Two targets are no ids: the largest number means no loss, and the one below it no loss and the beginning of
-a text. Each position of padding counts as a text.
+vocabulary. Two targets are no ids: the largest number means no loss, and the one below it (text_start) no loss and the
+beginning of a text. Each position of padding counts as a text.
 
 The datasets library tokenizes each source once and keeps it on disk. Mixing and packing run again at every start.
 """
@@ -77,25 +77,24 @@ def to_messages(row):
 # ---------------------------------------------------------------------------------------------------
 # a conversation -> inputs and targets
 
-def marks(dtype):
-    """The target where a text begins, and the one for no loss: the two largest numbers of a type, which are no ids."""
-    return np.iinfo(dtype).max - 1, np.iinfo(dtype).max
+def text_start(dtype):
+    """The target where a text begins: the second largest number of a type. Neither it nor the largest is an id."""
+    return np.iinfo(dtype).max - 1
 
 
 def validate_conversation(messages):
     """Returns the messages without an empty system message. Raises ValueError if they cannot be trained on."""
     try:
+        is_empty = [not message["content"].strip() for message in messages]
         roles = " ".join(message["role"] for message in messages)
-        contents = [message["content"].strip() for message in messages]
     except Exception:
         raise ValueError("messages is not a list of {role, content}, both strings")
     if not re.fullmatch("(system )?user assistant( user assistant)*( user)?", roles):
         raise ValueError("its roles are not user and assistant in turn, after at most one system message")
-    if roles.startswith("system") and not contents[0]:
-        messages, contents = messages[1:], contents[1:]
-    if not all(contents):
+    begin = int(is_empty[0] and roles.startswith("system"))
+    if any(is_empty[begin:]):
         raise ValueError("a message is empty")
-    return messages
+    return messages[begin:]
 
 
 def tokenize_conversation(tokenizer, messages, max_seq_len):
@@ -107,15 +106,15 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     messages = validate_conversation(messages)
     asked = messages[-1]["role"] == "user"  # and not answered
     ids, trained = map(np.array, render_chat(tokenizer, messages[:len(messages) - asked]))
-    new_text, no_loss = marks(token_dtype(tokenizer))
-    targets = np.where(trained, ids, no_loss)
-    targets[1] = new_text
+    dtype = token_dtype(tokenizer)
+    targets = np.where(trained, ids, np.iinfo(dtype).max)  # no loss
+    targets[1] = text_start(dtype)
     answer_ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
     if answer_ends[0] > max_seq_len:
         raise ValueError("longer than a row before its first answer ends")
     n = answer_ends[answer_ends <= max_seq_len][-1]
     note = "truncated after the last answer, or the last that fits into a row" if asked or n < answer_ends[-1] else ""
-    return np.array([ids[:n], targets[1:n + 1]], token_dtype(tokenizer)), note
+    return np.array([ids[:n], targets[1:n + 1]], dtype), note
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -138,9 +137,9 @@ def tokenize_source(source, digest, tokenizer, max_seq_len, version):
             return
 
 
-def digest_without_marks(rows, eot):
-    """SHA-256 of rows (..., 2, n), with eot instead of the two marks, so that runs of earlier versions resume."""
-    return hashlib.sha256(np.where(rows < marks(rows.dtype)[0], rows, rows.dtype.type(eot)))
+def digest_rows(rows, eot):
+    """SHA-256 of rows (..., 2, n), with eot for targets without loss, so that runs of earlier versions resume."""
+    return hashlib.sha256(np.where(rows < text_start(rows.dtype), rows, rows.dtype.type(eot)))
 
 
 def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
@@ -169,7 +168,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
                 if hashlib.sha256(row["pair"]).digest() != row["digest"]:
                     raise ValueError("a checksum is wrong")
                 pair = np.frombuffer(row["pair"], token_dtype(tokenizer)).reshape(2, -1)
-                yield digest_without_marks(pair, tokenizer.eot_token).digest(), pair
+                yield digest_rows(pair, tokenizer.eot_token).digest(), pair
     except Exception as error:
         cause = error.__cause__  # of a failure while this process, and no other, tokenized
         fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
@@ -202,8 +201,8 @@ def fill_rows(pairs, max_seq_len, pack, eot):
     groups = best_fit(pairs, max_seq_len) if pack else [[pair] for pair in pairs]
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
     rows = np.full((len(groups), 2, max_seq_len), eot, pairs[0].dtype)
-    rows[:, 1] = marks(rows.dtype)[0]
-    for row, group in zip(rows, progress(groups, "filling rows")):
+    rows[:, 1] = text_start(rows.dtype)
+    for row, group in zip(rows, groups):
         packed = np.hstack(group)
         row[:, :packed.shape[1]] = packed
     return rows
@@ -232,7 +231,7 @@ class ChatDataset:
     def __init__(self, rows, tokenizer, pack, fingerprint):
         self.rows, self.tokenizer, self.pack, self.fingerprint = rows, tokenizer, pack, fingerprint
         self.max_seq_len = rows.shape[2]
-        self.new_text, _ = marks(rows.dtype)
+        self.text_start = text_start(rows.dtype)
 
     def __len__(self):
         return len(self.rows)
@@ -244,8 +243,8 @@ class ChatDataset:
         """
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of 2 T
         idx, targets = (self.rows[indices, i].astype(np.int64) for i in (0, 1))
-        begins = targets == self.new_text
-        targets[targets >= self.new_text] = IGNORE
+        begins = targets == self.text_start
+        targets[targets >= self.text_start] = IGNORE
         batch = {"idx": to_device(idx, device), "targets": to_device(targets, device)}
         if self.pack:
             batch["mask"], batch["positions"] = packed_mask_and_positions(to_device(begins, device))
@@ -254,11 +253,11 @@ class ChatDataset:
     def first_question(self):
         """The inputs of the first row up to where its first answer begins."""
         idx, targets = self.rows[0]
-        return idx[:(targets < self.new_text).argmax() + 1].tolist()
+        return idx[:(targets < self.text_start).argmax() + 1].tolist()
 
     def count_targets(self, indices):
         """How many targets of these rows are trained on, and how many of their positions are not padding."""
-        trained = self.rows[indices, 1] < self.new_text
+        trained = self.rows[indices, 1] < self.text_start
         padding = trained[:, ::-1].argmax(1)  # what follows the last answer of a row
         return int(trained.sum()), int(trained.size - padding.sum())
 
@@ -272,9 +271,9 @@ class ChatDataset:
             return decode_chat(self.tokenizer, [token]).replace("\n", "\\n")
 
         for token, target, following in zip(idx, targets, idx[1:] + [0]):
-            if target == self.new_text:
+            if target == self.text_start:
                 text += f"\n\n{show(token)}"
-            text += f"|[{show(target)}]" if target < self.new_text else f"|{show(following)}"
+            text += f"|[{show(target)}]" if target < self.text_start else f"|{show(following)}"
         return sanitize(f"{text.lstrip()}\n\n(padding: {self.max_seq_len - length} of {self.max_seq_len} positions)")
 
 
@@ -308,11 +307,11 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
 
     rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
-    trained = (rows[:, 1] < marks(rows.dtype)[0]).mean()
+    trained = (rows[:, 1] < text_start(rows.dtype)).mean()
     text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
             f"{sum(pair.shape[1] for pair in train) / rows[:, 0].size:.1%} of the positions are not padding, "
             f"{trained:.1%} are trained on; {len(val):,} conversations for validation")
     for note, (count, where) in notes.items():
         text += f"\n  {count:,} {note} (the first: {where})"
-    fingerprint = digest_without_marks(rows, eot).hexdigest()
+    fingerprint = digest_rows(rows, eot).hexdigest()
     return *(ChatDataset(rows, tokenizer, pack, fingerprint) for rows in (rows, val_rows)), text

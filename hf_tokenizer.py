@@ -76,7 +76,6 @@ class HFTokenizer:
 
     def encode_ordinary(self, text):
         """The ids of a text, as a list. Text that spells a special token stays text."""
-        str.encode(text)  # raises UnicodeEncodeError for half a surrogate pair, as tiktoken does
         self.bpe.encode_special_tokens = True
         return self.bpe.encode(text, add_special_tokens=False).ids
 

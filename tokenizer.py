@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from configurator import fail, one_line_errors
+from configurator import one_line_errors
 
 END_OF_TEXT = "<|endoftext|>"
 ROLES = ("system", "user", "assistant")
@@ -30,16 +30,15 @@ def get_tokenizer(name):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     if name != "gpt2":
         where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
-        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json"):
+        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
+                                    "model of the hub, fetch it with hf download NAME --local-dir FOLDER)"):
             from hf_tokenizer import HFTokenizer, read_files  # not at the top: training does without it
             return HFTokenizer(read_files(name) if isinstance(name, str) else name)
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data/tiktoken"))
-    try:
+    with one_line_errors("tokenizer='gpt2': its vocabulary could not be downloaded and is not in "
+                         + os.environ["TIKTOKEN_CACHE_DIR"], "set TIKTOKEN_CACHE_DIR to a folder that has it, or "
+                         "prepare the data with --tokenizer=bytes, which downloads nothing"):
         return tiktoken.get_encoding(name)
-    except Exception as error:  # whatever the network raises
-        fail(f"tokenizer='gpt2': its vocabulary could not be downloaded ({type(error).__name__}) and is not in "
-             f"{os.environ['TIKTOKEN_CACHE_DIR']}; set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the "
-             f"data with --tokenizer=bytes, which downloads nothing")
 
 
 def tokenizer_entry(tokenizer):
@@ -49,13 +48,10 @@ def tokenizer_entry(tokenizer):
 
 def encode(tokenizer, text):
     """
-    Returns the ids of a text, (n,) uint32, like tiktoken's encode_ordinary but without the Python list. Half a
-    surrogate pair becomes U+FFFD. About a million consecutive spaces raise ValueError, where encode_ordinary panics.
+    Returns the ids of a text, (n,) uint32, like tiktoken's encode_ordinary but without the Python list. About a
+    million consecutive spaces raise ValueError, where encode_ordinary panics.
     """
-    try:
-        return tokenizer.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:
-        return encode(tokenizer, replace_surrogates(text))
+    return tokenizer.encode_to_numpy(replace_surrogates(text), disallowed_special=())
 
 
 def replace_surrogates(text):
@@ -79,7 +75,7 @@ def padded_vocab_size(tokenizer):
 
 
 def token_dtype(tokenizer):
-    """The type of tokens on disk: uint16 if it holds all ids, with two to spare for marks, else uint32."""
+    """The type of tokens on disk: uint16 if it holds all ids and two more for targets without loss, else uint32."""
     return "<u2" if count_ids(tokenizer) <= 2 ** 16 - 2 else "<u4"
 
 
@@ -121,8 +117,8 @@ def render_chat(tokenizer, messages, prompt=False):
 def decode_chat(tokenizer, ids):
     """The text of ids, with the chat tokens spelled out."""
     tokens = {} if has_template(tokenizer) else chat_tokens(tokenizer)
-    names = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
-    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else names.get(i, b"<|padding|>")
+    spelled = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
+    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else spelled.get(i, b"<|padding|>")
               for i in ids]
     return b"".join(pieces).decode("utf-8", errors="replace")
 

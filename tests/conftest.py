@@ -449,7 +449,7 @@ def jsonl(path, conversations):
     return path
 
 
-NEW_TEXT, NO_LOSS = 65534, 65535  # the marks among the targets, which are uint16
+NEW_TEXT, NO_LOSS = 65534, 65535  # targets that are no ids; they are uint16
 
 
 def conversations_of(rows, start_id=256):

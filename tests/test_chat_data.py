@@ -72,7 +72,7 @@ def test_chat_tokens_are_the_four_after_the_tokenizers_own(gpt2_vocabulary):
     ("abc", 100, 6, TRUNCATED), ("abc", 6, 6, TRUNCATED), ("ab", 6, 6, ""),
 ])
 def test_a_conversation_is_truncated_after_an_answer(contents, max_seq_len, length, note):
-    """The target at each position, or a mark. An empty system message is left out."""
+    """The target at each position. An empty system message is left out."""
     for system in None, " ":
         pair, said = tokenize_conversation(BYTES, turns(*contents, system=system), max_seq_len)
         assert pair.tolist() == [ids("EUa.Ab.Uc.Ad")[:length], ids("N---b.----d.")[:length]]
@@ -139,8 +139,8 @@ def test_packed_rows_hold_each_conversation_once_or_say_why_not(tmp_path):
 
 def test_rows_are_those_of_earlier_versions(tmp_path):
     """
-    Their digests, with <|endoftext|> for both marks, are in older checkpoints: with other rows, or in another order,
-    those runs could not resume.
+    Their digests, with <|endoftext|> for targets without loss, are in older checkpoints: with other rows, or in
+    another order, those runs could not resume.
     """
     a = jsonl(tmp_path / "a.jsonl", [turns("q" * (i % 17), f"answer {i}" * (i % 5 + 1), *("more", "yes") * (i % 2))
                                      for i in range(1, 300)])
