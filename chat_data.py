@@ -307,11 +307,13 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
 
     rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
-    trained = (rows[:, 1] < text_start(rows.dtype)).mean()
+    fingerprint = digest_rows(rows, eot).hexdigest()
+    datasets = [ChatDataset(split, tokenizer, pack, fingerprint) for split in (rows, val_rows)]
+    n_targets, n_tokens = datasets[0].count_targets(slice(None))
+    n_positions = len(rows) * max_seq_len
     text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
-            f"{sum(pair.shape[1] for pair in train) / rows[:, 0].size:.1%} of the positions are not padding, "
-            f"{trained:.1%} are trained on; {len(val):,} conversations for validation")
+            f"{n_tokens / n_positions:.1%} of the positions are not padding, {n_targets / n_positions:.1%} are trained "
+            f"on; {len(val):,} conversations for validation")
     for note, (count, where) in notes.items():
         text += f"\n  {count:,} {note} (the first: {where})"
-    fingerprint = digest_rows(rows, eot).hexdigest()
-    return *(ChatDataset(rows, tokenizer, pack, fingerprint) for rows in (rows, val_rows)), text
+    return *datasets, text
