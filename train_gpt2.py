@@ -45,7 +45,7 @@ task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use
 log_interval: Positive = 10
 sample_tokens: NonNegative = 64  # length of the sample printed at each evaluation; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
-wandb_project: str | None = None  # None: $WANDB_PROJECT, or train-gpt2; the run is named $WANDB_NAME, or after out_dir
+wandb_project: str | None = None  # None: $WANDB_PROJECT, or forkgpt; the run is named $WANDB_NAME, or after out_dir
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
 data_dir: str = "data/fineweb-edu"  # shards from prepare_data.py, llm.c's, or nanoGPT's train.bin and val.bin

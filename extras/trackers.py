@@ -9,12 +9,12 @@ class Trackers:
     """
     Called with each line of the log, a dict with iter, on rank 0; starts both services at the first. A checkpoint has
     the id, project and name of the run at Weights & Biases, which a resumed run continues. The project is
-    wandb_project, else $WANDB_PROJECT, else train-gpt2; the run is named $WANDB_NAME, else after out_dir.
+    wandb_project, else $WANDB_PROJECT, else forkgpt; the run is named $WANDB_NAME, else after out_dir.
     """
 
     def __init__(self, config):
         self.config, self.started, self.services = config, False, []
-        project = config.get("wandb_project") or os.environ.get("WANDB_PROJECT", "train-gpt2")
+        project = config.get("wandb_project") or os.environ.get("WANDB_PROJECT", "forkgpt")
         self.wandb_run = {"id": uuid.uuid4().hex[:8], "project": project,
                           "name": os.environ.get("WANDB_NAME", Path(config["out_dir"]).resolve().name)}
 

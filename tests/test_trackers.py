@@ -68,7 +68,7 @@ def test_a_run_is_named_after_its_folder_and_its_project_is_the_environments(mon
     settings = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=settings.update, Settings=dict))
     monkeypatch.delenv("WANDB_NAME", raising=False)
-    for environment, flag, project in (None, None, "train-gpt2"), ("e", None, "e"), ("e", "flag", "flag"):
+    for environment, flag, project in (None, None, "forkgpt"), ("e", None, "e"), ("e", "flag", "flag"):
         if environment:
             monkeypatch.setenv("WANDB_PROJECT", environment)
         new_trackers(tmp_path / "name", wandb_project=flag)({"iter": 0, "event": "start"})
