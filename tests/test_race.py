@@ -1,9 +1,9 @@
-"""docs/race.py: the same rows and validation for all, a table that is continued, a picture."""
-import csv
+"""docs/race.py: models of nanochat and nanoGPT learn from our rows, and their loss is measured as ours is."""
+import json
 
 import pytest
 
-from conftest import ROOT, run
+from conftest import ROOT, refused, run
 
 NANOCHAT = """
 import torch
@@ -26,31 +26,28 @@ NANOGPT = NANOCHAT.replace("def init_weights(self): ", "    ").replace(
 ).replace("return torch.nn.functional", "return None, torch.nn.functional")
 
 
-def read_table(folder):
-    return list(csv.DictReader(open(folder / "race.csv")))
+def race(folder, project, file, code, args):
+    """The log of a race of a checkout of `project` that has this code."""
+    (folder / project / file).parent.mkdir(parents=True)
+    (folder / project / file).write_text(code)
+    run(f"{ROOT}/docs/race.py", *args, f"--{project}={folder}/{project}", f"--out_dir={folder}", env={})
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_a_race_of_three_is_continued_and_drawn(shards, tmp_path):
-    for folder, file, code in (("nanochat", "nanochat/gpt.py", NANOCHAT), ("nanogpt", "model.py", NANOGPT)):
-        path = tmp_path / folder / file
-        path.parent.mkdir(parents=True)
-        path.write_text(code)
-    args = [f"--data_dir={shards}", f"--nanochat={tmp_path}/nanochat", f"--nanogpt={tmp_path}/nanogpt", "--steps=20",
-            "--n_layer=1", "--n_head=1", "--n_embd=16", "--max_seq_len=32", "--batch_size=2", "--eval_interval=10",
-            "--eval_iters=2", "--device=cpu", "--compile=False", f"--out_dir={tmp_path}"]
-    run(f"{ROOT}/docs/race.py", *args, env={})
-    rows = read_table(tmp_path)
-    assert [(row["run"], row["step"]) for row in rows] == [
-        (f"{name}-1", step) for name in ("ours", "nanochat x 1", "nanoGPT x 1") for step in ("0", "10", "20")]
-    assert len({row["tokens"] for row in rows}) == 3 and all(float(row["seconds"]) > 0 for row in rows[1:3])
-    # all begin at ln(vocabulary), and learn
-    losses = [float(row["val_loss"]) for row in rows]
-    assert losses[3] == pytest.approx(losses[6]) == pytest.approx(5.95, abs=0.01) and losses[8] < losses[6]
-    assert (tmp_path / "race.png").stat().st_size > 10_000
-    # half a run is done again, a whole one is not
-    lines = (tmp_path / "race.csv").read_text().splitlines(keepends=True)
-    (tmp_path / "race.csv").write_text("".join(lines[:-1]))
-    output = run(f"{ROOT}/docs/race.py", *args, env={})
-    assert output.count("is in ") == 2 and [row["val_loss"] for row in read_table(tmp_path)] == [
-        row["val_loss"] for row in rows]
+def test_both_read_the_rows_of_train_gpt2(shards, tmp_path):
+    args = [f"--data_dir={shards}", "--n_layer=1", "--n_head=1", "--n_embd=16", "--max_seq_len=32", "--batch_size=2",
+            "--eval_interval=10", "--eval_iters=2", "--device=cpu", "--compile=False", "--max_iters=20"]
+    nanochat = race(tmp_path, "nanochat", "nanochat/gpt.py", NANOCHAT, args)
+    nanogpt = race(tmp_path, "nanogpt", "model.py", NANOGPT, args)
+    for log in nanochat, nanogpt:  # they begin at ln(vocabulary), and learn
+        assert [(entry["iter"], entry["tokens"]) for entry in log] == [(0, 0), (10, 640), (20, 1280)]
+        assert log[0]["val_loss"] == pytest.approx(5.95, abs=0.01) and log[2]["val_loss"] < log[0]["val_loss"]
+        assert 0 == log[0]["seconds"] < log[1]["seconds"] < log[2]["seconds"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_no_checkout_is_refused(shards, tmp_path):
+    for flags, words in (([], "give one of them"), ([f"--nanochat={tmp_path}"], "expected the folder of a checkout"),
+                         ([f"--nanogpt={tmp_path}"], "expected the folder of a checkout")):
+        assert words in refused(f"{ROOT}/docs/race.py", *flags, f"--data_dir={shards}", "--device=cpu")
