@@ -18,6 +18,8 @@ import runpy
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -43,20 +45,20 @@ def run_script(path, argv):
     return runpy.run_path(str(path), run_name="__main__")
 
 
-def time_ours(argv, folder, results):
+def time_ours(argv, folder):
     with redirect_stdout(sys.stderr):
         run_script(TRAIN, argv)
     entries = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
     steps = [entry for entry in entries if "tok_per_sec" in entry][1:]
-    results.put({**{name: statistics.median(step[name] for step in steps) for name in ("tok_per_sec", "ms", "mfu")},
-                 "peak_mem_mb": steps[-1]["peak_mem_mb"], "compile_s": entries[0]["compile_seconds"]})
+    return {**{name: statistics.median(step[name] for step in steps) for name in ("tok_per_sec", "ms", "mfu")},
+            "peak_mem_mb": steps[-1]["peak_mem_mb"], "compile_s": entries[0]["compile_seconds"]}
 
 
-def time_nanogpt(script, argv, device, results):
+def time_nanogpt(script, argv, device):
     with redirect_stdout(io.StringIO()) as output:
         tokens = run_script(script, argv)["tokens_per_iter"]
     ms = statistics.median(float(ms) for ms in re.findall(r" time ([\d.]+)ms", output.getvalue())[1:])
-    results.put({"tok_per_sec": 1000 * tokens / ms, "ms": ms, "peak_mem_mb": peak_memory_mb(device)})
+    return {"tok_per_sec": 1000 * tokens / ms, "ms": ms, "peak_mem_mb": peak_memory_mb(device)}
 
 
 def profile_steps(argv, steps):
@@ -106,7 +108,7 @@ if __name__ == "__main__":
             profile_steps(ours, steps)
             raise SystemExit(0)
 
-        spawn, rows = multiprocessing.get_context("spawn"), {}
+        spawn, rows = multiprocessing.get_context("spawn"), defaultdict(list)
         jobs = {"train_gpt2.py": (time_ours, ([*ours, f"--max_iters={steps + 1}"], folder))}
         if nanogpt:
             theirs = [size.replace("max_seq_len", "block_size") for size in sizes
@@ -116,13 +118,8 @@ if __name__ == "__main__":
         for i in range(rounds):
             for name, (function, arguments) in jobs.items():
                 print(f"round {i + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                results = spawn.SimpleQueue()
-                process = spawn.Process(target=function, args=(*arguments, results))
-                process.start()
-                process.join()
-                if process.exitcode:
-                    raise SystemExit(process.exitcode)
-                rows.setdefault(name, []).append(results.get())
+                with ProcessPoolExecutor(1, spawn) as process:  # a new one for each measurement
+                    rows[name].append(process.submit(function, *arguments).result())
         for name, measured in rows.items():
             # the first round compiles, the others find its code in the cache
             medians = {key: (max if key == "compile_s" else statistics.median)(row[key] for row in measured)
