@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
-from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 
@@ -33,36 +32,21 @@ def row_lse(z):
     return z.logsumexp(-1, keepdim=True)
 
 
-def live_teacher(s, lse_T, u, hidden, head):
+def read_cached(row, s):
     """
-    Compares a chunk of the student's logits s (chunk, V), with lse_T = row_lse(u s), to those of a teacher that just
-    ran: hidden (chunk, C_t), head (V, C_t). Returns t, s, p and log p - log q (chunk, V), for sums; p of each id
-    (chunk, V), for the gradient; and the teacher's likeliest id (chunk, 1).
-    """
-    t = compute_logits(hidden, head).float()
-    log_p = t * u - row_lse(t * u)
-    log_ratio, p = log_p - (s * u - lse_T), log_p.exp()
-    return t, s, p, log_ratio, p, t.argmax(-1, keepdim=True)
-
-
-def cached_teacher(s, lse_T, u, row):
-    """
-    live_teacher's counterpart for a cached teacher. row (chunk, 2 k + 1): see encode_top_k. All ids that the cache
-    leaves out have the same p, and log q is linear in s, so a sum over them is their number times one term at their
-    mean s. They share one column after the k ids, so sums run over (chunk, k + 1) columns, and p is the total of a
-    column.
+    A cached teacher's logits t and the student's logits s (chunk, V), by column. row (chunk, 2 k + 1): see
+    encode_top_k. All ids that the cache leaves out have the same t, and log q is linear in s, so a sum over them is
+    their number times one term at their mean s. They share one column after the k ids, so sums run over (chunk, k + 1)
+    columns. Returns t and s of the columns, the log of the number of ids in each (k + 1,), and the k ids (chunk, k).
     """
     k = row.size(-1) // 2
-    ids = row[:, :k].long() & 256 ** row.itemsize - 1  # (chunk, k), as unsigned numbers
-    t = row[:, k:].view(FLOATS[row.dtype]).float()  # (chunk, k + 1)
+    ids = row[:, :k].long() & 256 ** row.itemsize - 1  # as unsigned numbers
+    t = row[:, k:].view(FLOATS[row.dtype]).float()
     n_others, top = s.size(-1) - k, s.gather(-1, ids)
     s_mean = torch.hstack((top, (row_sum(s) - row_sum(top)) / n_others))
-    log_count = t.new_zeros(k + 1)  # log of the number of ids in each place
+    log_count = t.new_zeros(k + 1)
     log_count[k] = math.log(n_others)
-    log_p = t * u - row_lse(t * u + log_count)  # of one id
-    log_ratio, p = log_p - (s_mean * u - lse_T), (log_p + log_count).exp()
-    p_of_ids = log_p[:, k:].exp().expand_as(s).scatter(-1, ids, log_p[:, :k].exp())
-    return t, s_mean, p, log_ratio, p_of_ids, ids[:, :1]
+    return t, s_mean, log_count, ids
 
 
 class DistillLoss(torch.autograd.Function):
@@ -84,13 +68,20 @@ class DistillLoss(torch.autograd.Function):
         for xc, dxc, tc, teacher_c in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
             logits, valid = compute_logits(xc, weight_x).float(), tc != IGNORE  # (chunk, V), (chunk, 1)
             lse, lse_T = row_lse(logits), row_lse(logits * u)
-            outputs = (cached_teacher(logits, lse_T, u, teacher_c) if teacher_head is None
-                       else live_teacher(logits, lse_T, u, teacher_c, teacher_head))
-            t, s, p, log_ratio, p_of_ids, likeliest = outputs
+            # t, s, p, log_ratio have a column per id, or of a cached teacher one for all ids outside its top k
+            if teacher_head is None:
+                t, s, log_count, ids = read_cached(teacher_c, logits)
+            else:
+                t, s, log_count = compute_logits(teacher_c, teacher_head).float(), logits, 0.0
+                ids = t.argmax(-1, keepdim=True)
+            log_p = t * u - row_lse(t * u + log_count)  # of one id
+            p, log_ratio = (log_p + log_count).exp(), log_p - (s * u - lse_T)
+            p_of_ids = (log_p[:, -1:].exp().expand_as(logits).scatter(-1, ids, log_p[:, :-1].exp())
+                        if teacher_head is None else p)
             kl, q = row_sum(p * log_ratio), (logits * u - lse_T).exp()
             ce_sum += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
             kl_sum += (kl * valid).sum()
-            agreements += ((logits.argmax(-1, keepdim=True) == likeliest) & valid).sum()
+            agreements += ((logits.argmax(-1, keepdim=True) == ids[:, :1]) & valid).sum()  # with the likeliest
             onehot = torch.arange(logits.size(-1), device=x.device) == tc
             dlogits = (1 - w) * ((logits - lse).exp() - onehot.float()) + w * T * (q - p_of_ids)
             dlogits = (dlogits * valid).to(x.dtype)
@@ -139,28 +130,14 @@ class Distillation(nn.Module):
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
         if k:
-            two_batches = 2 * loader.world_size * loader.batch_size  # one is trained on, the next one is read ahead
-            global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
-            n_rows += two_batches
+            n_rows += 2 * loader.world_size * loader.batch_size  # read ahead
             if checkpoint:  # steps that were rolled back have read rows, too
-                n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
+                rows_per_step = config["batch_size"] * config["gradient_accumulation_steps"]
+                n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * rows_per_step
             key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
             cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
-
-            def label(n_rows, teacher_forward):
-                self.n_rows = n_rows
-                cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
-
-            def label_more(batch):
-                """A transform: after a rollback the run reads more rows than planned, up to eval_interval steps."""
-                if min(loader.rows_seen + two_batches, len(data)) > self.n_rows:
-                    label(self.n_rows + config["eval_interval"] * global_batch_size,
-                          load_teacher(loader, config, dtype, None, model.config.vocab_size)[0])
-                return {}
-
-            label(n_rows, teacher_forward)
+            cache.fill(np.sort(loader.indices(0, min(n_rows, len(data)))), teacher_forward, loader)
             loader.sources.append(cache)
-            loader.transforms.append(label_more)
         else:
             loader.transforms.append(teacher_forward)
         if self.learn_temperature:  # a checkpoint has it in its entry "teacher" and not among the model's weights
@@ -205,9 +182,6 @@ def load_teacher(loader, config, dtype, options, vocab_size):
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
              f"that")
-    if net.config.vocab_size < vocab_size:
-        fail(f"--teacher={config['teacher']}: has {net.config.vocab_size} ids, the student {vocab_size}; give a "
-             f"teacher with at least as many")
     model_args = {**checkpoint["model_args"], "dropout": 0.0}
     for name in ("local_heads", "head_dim", "tied_head"):  # without effect on the output, or seen in the weights
         del model_args[name]
@@ -262,18 +236,15 @@ class TeacherCache:
 
     def __init__(self, path, dataset, k, vocab_size):
         open(path, "a").close()
-        self.k, self.vocab_size = k, vocab_size
+        self.k = k
         self.rows = np.memmap(path, "<i2" if vocab_size <= 2 ** 16 else "<i4", "r+",
                               shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
-        if (rows[..., :self.k].astype(f"<u{rows.itemsize}") >= self.vocab_size).any():
-            fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
-                 alone=True)
         if not rows[:, -1, -1].all():
-            fail(f"{self.rows.filename}: a row is missing; all machines must share its folder; "
-                 f"--init_from=resume labels the row", alone=True)
+            fail(f"{self.rows.filename}: a row is missing: a run that was rolled back needs more of them, which "
+                 f"--init_from=resume labels, and several machines must share this folder", alone=True)
         return {"teacher": rows}
 
     def fill(self, indices, teacher_forward, loader):
