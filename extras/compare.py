@@ -4,8 +4,9 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
     python extras/compare.py --runs='--muon_lr=0.02;--muon_lr=0.04' --seeds=3 --args=config/quickstart.py
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
-Each run has a folder in out_dir, and when it has ended a result.json in it. After an interruption, the same command
-resumes the unfinished run and repeats none of the finished ones. (So give a model to start from as auto:PATH.)
+Each run has a folder in out_dir, named by its settings, and when it has ended a result.json in it. After an
+interruption, the same command resumes the unfinished run and repeats none of the finished ones. (So give a model to
+start from as auto:PATH.)
 """
 import json
 import re
@@ -14,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,21 +43,17 @@ def summary(results):
 def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     words = shlex.split(f"--init_from=auto {args} {flags} --seed={seed}")
-    folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", f"{flags}_seed={seed}"))
     recipe = [script, *words, *(read_config_file(word) for word in words if word.endswith(".py"))]
-    path, result = folder / "result.json", {"recipe": recipe}
+    name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"  # other --args have another folder
+    folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))
+    path, result, evaluated = folder / "result.json", {}, None
     if path.exists():
         with one_line_errors(path, "remove it"):
             result = json.loads(path.read_text())
-    if result["recipe"] != recipe:
-        fail(f"{folder}: was made with {result['recipe']}; give another --out_dir")
-    if "val_loss" not in result:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result))  # what a run that is resumed began with
+    else:
         command = [sys.executable, ROOT / script, *words, f"--out_dir={folder}"]
         if subprocess.run(command, stdout=sys.stderr).returncode:
             fail(f"--runs: {script} {shlex.join(words)} failed, see above")
-        evaluated = None
         for line in (folder / "log.jsonl").open():
             with suppress(ValueError):  # half a line, of a run that was killed
                 result |= json.loads(line)
