@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
+from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 
@@ -130,14 +131,28 @@ class Distillation(nn.Module):
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
         if k:
-            n_rows += 2 * loader.world_size * loader.batch_size  # read ahead
+            two_batches = 2 * loader.world_size * loader.batch_size  # one is trained on, the next one is read ahead
+            global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
+            n_rows += two_batches
             if checkpoint:  # steps that were rolled back have read rows, too
-                rows_per_step = config["batch_size"] * config["gradient_accumulation_steps"]
-                n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * rows_per_step
+                n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
             key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
             cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
-            cache.fill(np.sort(loader.indices(0, min(n_rows, len(data)))), teacher_forward, loader)
+
+            def label(n_rows, teacher_forward):
+                self.n_rows = n_rows
+                cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
+
+            def label_more(batch):
+                """A transform: after a rollback the run reads more rows than planned, up to eval_interval steps."""
+                if min(loader.rows_seen + two_batches, len(data)) > self.n_rows:
+                    label(self.n_rows + config["eval_interval"] * global_batch_size,
+                          load_teacher(loader, config, dtype, None, model.config.vocab_size)[0])
+                return {}
+
+            label(n_rows, teacher_forward)
             loader.sources.append(cache)
+            loader.transforms.append(label_more)
         else:
             loader.transforms.append(teacher_forward)
         if self.learn_temperature:  # a checkpoint has it in its entry "teacher" and not among the model's weights
@@ -182,6 +197,9 @@ def load_teacher(loader, config, dtype, options, vocab_size):
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
              f"that")
+    if net.config.vocab_size < vocab_size:
+        fail(f"--teacher={config['teacher']}: has {net.config.vocab_size} ids, the student {vocab_size}; give a "
+             f"teacher with at least as many")
     model_args = {**checkpoint["model_args"], "dropout": 0.0}
     for name in ("local_heads", "head_dim", "tied_head"):  # without effect on the output, or seen in the weights
         del model_args[name]
@@ -236,15 +254,18 @@ class TeacherCache:
 
     def __init__(self, path, dataset, k, vocab_size):
         open(path, "a").close()
-        self.k = k
+        self.k, self.vocab_size = k, vocab_size
         self.rows = np.memmap(path, "<i2" if vocab_size <= 2 ** 16 else "<i4", "r+",
                               shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
+        if (rows[..., :self.k].astype(f"<u{rows.itemsize}") >= self.vocab_size).any():
+            fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
+                 alone=True)
         if not rows[:, -1, -1].all():
-            fail(f"{self.rows.filename}: a row is missing: a run that was rolled back needs more of them, which "
-                 f"--init_from=resume labels, and several machines must share this folder", alone=True)
+            fail(f"{self.rows.filename}: a row is missing; all machines must share its folder; "
+                 f"--init_from=resume labels the row", alone=True)
         return {"teacher": rows}
 
     def fill(self, indices, teacher_forward, loader):
