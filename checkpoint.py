@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import zipfile
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -84,6 +85,13 @@ def load_model(path, device):
         model.load_state_dict(checkpoint.pop("model"))
     checkpoint.pop("optimizer", None)
     return model.to(device).eval(), checkpoint
+
+
+def pick_max_seq_len(max_seq_len, positions, most=4096):
+    """--max_seq_len if it is given and the model has as many positions; else the model's positions, at most `most`."""
+    if (max_seq_len or 1) > positions:
+        fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
+    return max_seq_len or min(most, positions)
 
 
 def describe_model(checkpoint):
@@ -163,37 +171,41 @@ def merge_adapters(checkpoint):
 # -----------------------------------------------------------------------------
 # saving and restoring
 
+@contextmanager
+def replacing(path):
+    """Yields the path of a new file, which replaces the one at `path` when it is written, or else is removed."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:  # half a file; a rename does nothing if both names are the same file already
+        temporary.unlink(missing_ok=True)
+
+
 def write_checkpoint(out_dir, checkpoint, keep_previous=True):
     """
     Writes ckpt.pt; the one before it becomes ckpt_prev.pt, unless keep_previous is False. The new file is on disk
     before the old one is renamed, so at every moment at least one of the two is whole.
     """
-    path, previous, temporary = (Path(out_dir) / name for name in (*CHECKPOINTS, "ckpt.pt.tmp"))
-    try:
-        os.makedirs(out_dir, exist_ok=True)  # it may have been removed during the run
+    path, previous = (Path(out_dir) / name for name in CHECKPOINTS)
+    os.makedirs(out_dir, exist_ok=True)  # it may have been removed during the run
+    with replacing(path) as temporary:
         with open(temporary, "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
         if path.exists() and keep_previous:
             os.replace(path, previous)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def link(path, target):
     """A second name for a checkpoint: a hard link, or a copy if the file system has none or is another one."""
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    try:
+    with replacing(target) as temporary:
+        temporary.unlink(missing_ok=True)
         try:
             os.link(path, temporary)
         except OSError:
             shutil.copyfile(path, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)  # half a copy; a rename does nothing if both names are the same file already
 
 
 class Checkpointer:

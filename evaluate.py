@@ -21,14 +21,14 @@ between two choices that are nearly tied.
 import json
 import math
 import re
-from decimal import Decimal, localcontext
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
 
 # before torch, whose import takes seconds: from here on Ctrl-C ends in one line
-from configurator import Positive, configure, fail, format_error, one_line_errors
+from configurator import Positive, configure, fail, one_line_errors
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm  # comes with datasets
 
-from checkpoint import check_tokenizer, describe_model, load_model
+from checkpoint import check_tokenizer, describe_model, load_model, pick_max_seq_len, replacing
 from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
@@ -65,14 +65,11 @@ NUMBER = re.compile(r"""
 
 def final_number(text):
     """
-    Returns the answer in a text, as a string: the first number after ####, GSM8K's mark, else the last number, or None
-    if there is no number. Equal numbers give equal strings: 1,000 and $1000 and 1000.00 all give "1000".
+    Returns the answer in a text: the first number after ####, GSM8K's mark, else the last number, or None if there is
+    no number. 1,000 and $1000 and 1000.00 are equal.
     """
     numbers = NUMBER.findall(text.partition("####")[2]) or NUMBER.findall(text)[::-1]
-    if numbers:
-        number = re.sub("[$,]", "", numbers[0])
-        with localcontext(prec=len(number)):  # otherwise 28 digits
-            return f"{Decimal(number).normalize() + 0:f}"  # + 0: not -0
+    return Decimal(re.sub("[$,]", "", numbers[0])) if numbers else None
 
 
 def clean(text):
@@ -111,9 +108,10 @@ def tokenize_row(task, row, tokenizer, stage):
         if choices:
             if len(choices) > 26:
                 raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
-            lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
+            letters = ascii_uppercase[:len(choices)]
+            lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
-            choices, characters = ascii_uppercase[:len(choices)], []
+            choices, characters = letters, []
         messages = [{"role": "user", "content": question}]
         context, end = render_chat(tokenizer, messages, prompt=True)[0], chat_tokens(tokenizer)["end"]
         answers = [render_chat(tokenizer, [*messages, {"role": "assistant", "content": choice}])[0][len(context):]
@@ -162,6 +160,11 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
             row = json.loads(rows[i]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
     return examples
+
+
+def load_tasks(names, *arguments):
+    """{task: load_examples(task, *arguments)} of tasks with commas between their names; {} of none."""
+    return {task: load_examples(task, *arguments) for task in names.replace(" ", "").split(",") if names}
 
 
 # -----------------------------------------------------------------------------
@@ -272,8 +275,7 @@ def task_hook(model, tokenizer, autocast, stage, config):
     Loads the examples of config["eval_tasks"] and returns a training loop's hook(iter_num, done) -> dict for the log,
     which scores 64 examples of each task, evenly spaced, or all of them when the run is done. All ranks must call it.
     """
-    tasks = {task: load_examples(task, tokenizer, stage, config["task_dir"])
-             for task in config["eval_tasks"].replace(" ", "").split(",")}
+    tasks = load_tasks(config["eval_tasks"], tokenizer, stage, config["task_dir"])
 
     def hook(iter_num, done):
         values = {}
@@ -317,19 +319,13 @@ if __name__ == "__main__":
     model, meta = load_model(checkpoint, torch_device)
     tokenizer = get_tokenizer(meta["tokenizer"])
     print0(describe_model(meta))
-    if tasks:
-        print0(f"reading {tasks} ...")
-    examples = {task: load_examples(task, tokenizer, meta["stage"], task_dir, max_problems)
-                for task in (tasks.replace(" ", "").split(",") if tasks else [])}
+    examples = load_tasks(tasks, tokenizer, meta["stage"], task_dir, max_problems)
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     with autocast, one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
         if data_dir:
-            positions = model.config.max_seq_len
-            if (max_seq_len or 1) > positions:
-                fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
-            val_data = TokenDataset(data_dir, "val", max_seq_len or min(4096, positions))
+            val_data = TokenDataset(data_dir, "val", pick_max_seq_len(max_seq_len, model.config.max_seq_len))
             check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
             rows = min(len(val_data), eval_iters * batch_size)
             val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device, this_rank,
@@ -342,10 +338,7 @@ if __name__ == "__main__":
             results[task] = score(model, tokenizer, meta["stage"], examples[task], batch_size, max_new_tokens)
             print0(format_result(task, results[task]))
     if output and this_rank == 0:
-        try:
-            Path(output).write_text(json.dumps(results, indent=1))
-        except OSError as error:  # a full disk
-            Path(output).unlink(missing_ok=True)
-            fail(f"--output={output}: {format_error(error)}", alone=True)
+        with one_line_errors(f"--output={output}", errors=OSError), replacing(Path(output)) as temporary:  # a full disk
+            temporary.write_text(json.dumps(results, indent=1, default=str))  # str: the numbers of gsm8k
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoint import check_chat_format, describe_model, load_model
+from checkpoint import check_chat_format, describe_model, load_model, pick_max_seq_len
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
 from tokenizer import chat_tokens, count_ids, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
@@ -192,10 +192,8 @@ if __name__ == "__main__":
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     model, loaded = load_model(checkpoint, torch_device)
     print(describe_model(loaded))
-    tokenizer, positions = get_tokenizer(loaded["tokenizer"]), model.config.max_seq_len
-    if (max_seq_len or 1) > positions:
-        fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
-    max_len = model.config.max_seq_len = max_seq_len or min(4096, positions)
+    tokenizer = get_tokenizer(loaded["tokenizer"])
+    max_len = model.config.max_seq_len = pick_max_seq_len(max_seq_len, model.config.max_seq_len)
     if chat:
         check_chat_format(checkpoint, tokenizer, model.config.vocab_size)
     limits = generation_limits(tokenizer, chat)

@@ -9,7 +9,7 @@ Loss against seconds: trains the model of nanochat or of nanoGPT on the same row
 Their model and optimizer are imported from your checkout and trained in the plain loop below, with their own schedule
 and their own learning rates times --rate. With the same --seed, all read the same rows in the same order and are
 validated on the same rows. log.jsonl in out_dir has the losses and the seconds, as train_gpt2.py's has: the seconds
-are those of training steps, without compiling and evaluation.
+are those of training steps after the first, which compiles, without evaluation.
 """
 import json
 import math
@@ -133,4 +133,5 @@ for step in range(max_iters + 1):
     optimizer.step()
     model.zero_grad(set_to_none=True)
     loss.item()  # waits for the device
-    seconds += (time.perf_counter() - start) * (0, 2, 1)[min(step, 2)]  # the first one compiles the optimizer
+    if step > 0:  # the first one compiles the optimizer
+        seconds += time.perf_counter() - start

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import shutil
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -180,8 +181,8 @@ def test_prompts(tmp_path):
     assert prompt("mmlu", "chat", row) == (
         f"{eot}<|user|>Is <|end|> text?\nA. yes\nB. no\nC. both\nD. none\nAnswer with the letter only.<|end|>"
         f"<|assistant|>", ["A", "B", "C", "D"], 2)
-    assert prompt("gsm8k", "base", gsm8k("How many?", "1,200")) == (f"{eot}Question: How many?\nAnswer:", [], "1200")
-    assert prompt("gsm8k", "chat", gsm8k("How many?", 7)) == (f"{eot}<|user|>How many?<|end|><|assistant|>", [], "7")
+    assert prompt("gsm8k", "base", gsm8k("How many?", "1,200")) == (f"{eot}Question: How many?\nAnswer:", [], 1200)
+    assert prompt("gsm8k", "chat", gsm8k("How many?", 7)) == (f"{eot}<|user|>How many?<|end|><|assistant|>", [], 7)
 
 
 def test_chat_models_answer_mmlu_by_letter(tmp_path):
@@ -230,7 +231,7 @@ def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     ("1" + "0" * 40, "1" + "0" * 40), ("100", "100"), ("3/4", "4"), ("50%", "50"),
     ("no number", None), ("", None), ("####", None)])
 def test_the_final_number(text, number):
-    assert final_number(text) == number
+    assert final_number(text) == (number and Decimal(number))
 
 
 def test_answers_are_generated_until_the_model_stops(tmp_path):
@@ -270,9 +271,9 @@ def test_a_base_models_next_question_is_not_its_answer(tmp_path, monkeypatch):
     for stage, acc in (("base", 2 / 3), ("chat", 1 / 3)):
         examples = load_examples("gsm8k", BYTES, stage, tmp_path)
         result = score(bigram_model(chain()), BYTES, stage, examples, batch_size=2)
-        first, number = ("It is 1.\n", "1") if stage == "base" else (says["one"], "8")
+        first, number = ("It is 1.\n", 1) if stage == "base" else (says["one"], 8)
         assert [answer["text"] for answer in result["examples"]] == [first, says["two"], says["three"]]
-        assert [answer["predicted"] for answer in result["examples"]] == [number, "2", None]
+        assert [answer["predicted"] for answer in result["examples"]] == [number, 2, None]
         assert result["acc"] == acc
 
 
