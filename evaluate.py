@@ -338,7 +338,7 @@ if __name__ == "__main__":
             results[task] = score(model, tokenizer, meta["stage"], examples[task], batch_size, max_new_tokens)
             print0(format_result(task, results[task]))
     if output and this_rank == 0:
-        with one_line_errors(f"--output={output}", errors=OSError), replacing(Path(output)) as temporary:  # a full disk
+        with one_line_errors(f"--output={output}", errors=OSError), replacing(Path(output)) as temporary:
             temporary.write_text(json.dumps(results, indent=1, default=str))  # str: the numbers of gsm8k
     if dist.is_initialized():
         dist.destroy_process_group()

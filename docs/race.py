@@ -1,16 +1,19 @@
 """
-Loss against seconds: trains the model of nanochat or of nanoGPT on the same rows as train_gpt2.py.
+Loss against seconds: trains the model of nanochat or of nanoGPT on the same rows as train_gpt2.py, and draws all runs.
 
     SAME='--data_dir=data/python --n_layer=6 --n_head=4 --n_embd=256 --max_seq_len=512 --batch_size=8 --max_iters=200'
     python train_gpt2.py config/speedrun.py $SAME --gradient_accumulation_steps=1 --out_dir=out-race/ours
     python docs/race.py $SAME --nanochat=../nanochat --rate=2 --out_dir=out-race/nanochat
     python docs/race.py $SAME --nanogpt=../nanoGPT --out_dir=out-race/nanogpt
+    python docs/race.py --out_dir=out-race
 
 Their model and optimizer are imported from your checkout and trained in the plain loop below, with their own schedule
 and their own learning rates times --rate. With the same --seed, all read the same rows in the same order and are
 validated on the same rows. log.jsonl in out_dir has the losses and the seconds, as train_gpt2.py's has: the seconds
-are those of training steps after the first, which compiles, without evaluation.
+are those of training steps after the first, which compiles, without evaluation. The last command draws race.png from
+the runs in the folders of out_dir and writes their points to race.csv.
 """
+import csv
 import json
 import math
 import os
@@ -102,7 +105,31 @@ class SummedLoss(torch.nn.Module):
         return loss * (targets >= 0).sum()
 
 
-if bool(nanochat) == bool(nanogpt):
+def draw_runs():
+    """Draws loss against seconds of the runs in the folders of out_dir as race.png, and writes race.csv."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    ax, points = figure.subplots(), []
+    for log in sorted(Path(out_dir).glob("*/log.jsonl")):
+        seconds = 0.0
+        for entry in map(json.loads, log.open()):
+            seconds = entry.get("seconds", seconds)
+            if "val_loss" in entry:
+                points.append((log.parent.name, entry["iter"], entry["tokens"], f"{seconds:.1f}", entry["val_loss"]))
+        steps = [(float(point[3]), point[4]) for point in points if point[0] == log.parent.name]
+        ax.plot(*zip(*steps[1:]), ".-", label=log.parent.name)  # without the loss before the first step
+    ax.set(xlabel="seconds of training", ylabel="validation loss (nats per token)")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    figure.savefig(Path(out_dir, "race.png"))
+    with open(Path(out_dir, "race.csv"), "w", newline="") as file:
+        csv.writer(file).writerows([("run", "step", "tokens", "seconds", "val_loss"), *points])
+
+
+if not (nanochat or nanogpt):
+    draw_runs()
+    raise SystemExit
+if nanochat and nanogpt:
     fail("--nanochat, --nanogpt: give one of them, the folder of a checkout")
 _, _, torch_device = init_process(device)
 train_data, val_data = (TokenDataset(data_dir, split, max_seq_len) for split in ("train", "val"))

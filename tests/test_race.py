@@ -1,5 +1,6 @@
 """docs/race.py: models of nanochat and nanoGPT learn from our rows, and their loss is measured as ours is."""
 import json
+import shutil
 
 import pytest
 
@@ -30,12 +31,13 @@ def race(folder, project, file, code, args):
     """The log of a race of a checkout of `project` that has this code."""
     (folder / project / file).parent.mkdir(parents=True)
     (folder / project / file).write_text(code)
-    run(f"{ROOT}/docs/race.py", *args, f"--{project}={folder}/{project}", f"--out_dir={folder}", env={})
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    run(f"{ROOT}/docs/race.py", *args, f"--{project}={folder}/{project}", f"--out_dir={folder}/runs/{project}",
+        env={})
+    return [json.loads(line) for line in (folder / "runs" / project / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_both_read_the_rows_of_train_gpt2(shards, tmp_path):
+def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp_path):
     args = [f"--data_dir={shards}", "--n_layer=1", "--n_head=1", "--n_embd=16", "--max_seq_len=32", "--batch_size=2",
             "--eval_interval=10", "--eval_iters=2", "--device=cpu", "--compile=False", "--max_iters=20"]
     nanochat = race(tmp_path, "nanochat", "nanochat/gpt.py", NANOCHAT, args)
@@ -44,10 +46,19 @@ def test_both_read_the_rows_of_train_gpt2(shards, tmp_path):
         assert [(entry["iter"], entry["tokens"]) for entry in log] == [(0, 0), (10, 640), (20, 1280)]
         assert log[0]["val_loss"] == pytest.approx(5.95, abs=0.01) and log[2]["val_loss"] < log[0]["val_loss"]
         assert 0 == log[0]["seconds"] < log[1]["seconds"] < log[2]["seconds"]
+    shutil.copytree(trained, tmp_path / "runs" / "ours")
+    run(f"{ROOT}/docs/race.py", f"--out_dir={tmp_path}/runs", env={})
+    points = (tmp_path / "runs" / "race.csv").read_text().splitlines()
+    assert [point.split(",")[:3] for point in points[1:]] == [
+        [name, str(step), str(step * tokens)] for name, tokens in (("nanochat", 64), ("nanogpt", 64), ("ours", 256))
+        for step in (0, 10, 20)]
+    assert float(points[9].split(",")[3]) > float(points[8].split(",")[3]) > 0
+    assert (tmp_path / "runs" / "race.png").exists()
 
 
 @pytest.mark.slow
 def test_a_folder_that_is_no_checkout_is_refused(shards, tmp_path):
-    for flags, words in (([], "give one of them"), ([f"--nanochat={tmp_path}"], "expected the folder of a checkout"),
-                         ([f"--nanogpt={tmp_path}"], "expected the folder of a checkout")):
+    nanochat, nanogpt = f"--nanochat={tmp_path}", f"--nanogpt={tmp_path}"
+    for flags, words in (([nanochat, nanogpt], "give one of them"), ([nanochat], "expected the folder of a checkout"),
+                         ([nanogpt], "expected the folder of a checkout")):
         assert words in refused(f"{ROOT}/docs/race.py", *flags, f"--data_dir={shards}", "--device=cpu")
