@@ -10,17 +10,19 @@ Each line of a local file is a row as on the hub:
     {"ctx": "He sits down and", "endings": ["sings.", "flies.", "eats.", "melts."], "label": 2}      hellaswag
     {"question": "Ice is?", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]}, "answerKey": "B"}   arc_*
     {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}                                   mmlu
-    {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                                    gsm8k
+    {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                   gsm8k, or any other name
 
 Every task is zero-shot. HellaSwag and ARC use the prompts and scores of EleutherAI's lm-evaluation-harness, after an
 <|endoftext|>. MMLU compares the texts of the choices, like the harness's mmlu_continuation, without naming the
-subject. GSM8K takes the number after ####, or else the last number of the answer. Scores do not depend on the batch
-size or the number of ranks. The default is float32, because in a coarser dtype the padding of a batch can decide
-between two choices that are nearly tied.
+subject. GSM8K takes the number after ####, or else the last number of the answer; so do tasks of any other name, for
+which the prompt is the question as it stands. Scores do not depend on the batch size or the number of ranks. The
+default is float32, because in a coarser dtype the padding of a batch can decide between two choices that are nearly
+tied.
 """
 import json
 import math
 import re
+from collections import Counter
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -83,10 +85,11 @@ def tokenize_row(task, row, tokenizer, stage):
     continuation (empty for GSM8K); characters, the length of each choice (empty for letters); gold, the index of the
     correct choice, or GSM8K's number. Raises an exception of any kind if the row does not have its data set's schema.
 
-    A chat model gets MMLU (answered by letter) and GSM8K in the chat format. HellaSwag and ARC ask which text is
-    likelier, so they are the same for both stages.
+    A chat model gets MMLU (answered by letter), GSM8K and tasks of other names, which have GSM8K's columns, in the chat
+    format. HellaSwag and ARC ask which text is likelier, so they are the same for both stages.
     """
-    if task == "gsm8k":
+    free_form = task == "gsm8k" or task not in TASKS
+    if free_form:
         question, choices, gold = row["question"], [], final_number(row["answer"])
     elif task == "hellaswag":
         question, choices, gold = row["ctx"], row["endings"], int(row["label"])
@@ -97,14 +100,14 @@ def tokenize_row(task, row, tokenizer, stage):
     else:
         question, choices = row["question"], row["choices"]["text"]
         gold = row["choices"]["label"].index(row["answerKey"])  # A B C D, or 1 2 3 4
-    if gold is None or task != "gsm8k" and gold not in range(len(choices)) or not isinstance(choices, list):
+    if gold is None or not free_form and gold not in range(len(choices)) or not isinstance(choices, list):
         raise ValueError("its choices are not a list, or its answer is none of them, or no number")
 
-    text = "Question: " + question + "\nAnswer:"
+    text = "Question: " + question + "\nAnswer:" if task in TASKS else question
     if task == "hellaswag":
         text, choices = clean(question), [clean(choice) for choice in choices]
     characters = [max(len(choice), 1) for choice in choices]
-    if stage == "chat" and task in ("mmlu", "gsm8k"):
+    if stage == "chat" and (free_form or task == "mmlu"):
         if choices:
             if len(choices) > 26:
                 raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
@@ -142,7 +145,7 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
                          f"the tasks are {', '.join(TASKS)}; expected TASK/test.jsonl or TASK/validation.jsonl in the "
                          f"folder, or None: from the hub"):
-        name, configuration, split = TASKS[task]
+        name, configuration, split = TASKS["gsm8k" if task_dir and task not in TASKS else task]
         if task_dir:
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():
@@ -205,8 +208,9 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     acc: the share of correct answers, where an answer is the choice with the highest log-likelihood, or the final
     number generated; acc_norm (not for letters or GSM8K): the same with each log-likelihood divided by the number of
     characters of its choice, as in the harness, because longer texts are less likely; acc_stderr, acc_norm_stderr:
-    their standard errors; chance: the acc of guessing; n: the number of examples; truncated: how many were longer than
-    max_seq_len and lost their beginning; examples: what the model answered and what is correct, for each.
+    their standard errors; chance: the acc of guessing a choice, or the commonest number; n: the number of examples;
+    truncated: how many were longer than max_seq_len and lost their beginning; examples: what the model answered and
+    what is correct, for each.
 
     model: in eval mode and not compiled, because shapes vary. The caller sets autocast. All ranks must call this: they
     share the batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
@@ -256,6 +260,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
         longest = max(map(len, choices or [ids]))
         truncated += len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
+    chance = chance or Counter(example["gold"] for example in examples).most_common(1)[0][1]
 
     result = {}
     for norm in ("", "_norm"):

@@ -182,7 +182,9 @@ def test_prompts(tmp_path):
         f"{eot}<|user|>Is <|end|> text?\nA. yes\nB. no\nC. both\nD. none\nAnswer with the letter only.<|end|>"
         f"<|assistant|>", ["A", "B", "C", "D"], 2)
     assert prompt("gsm8k", "base", gsm8k("How many?", "1,200")) == (f"{eot}Question: How many?\nAnswer:", [], 1200)
-    assert prompt("gsm8k", "chat", gsm8k("How many?", 7)) == (f"{eot}<|user|>How many?<|end|><|assistant|>", [], 7)
+    for task in "gsm8k", "sums":
+        assert prompt(task, "chat", gsm8k("How many?", 7)) == (f"{eot}<|user|>How many?<|end|><|assistant|>", [], 7)
+    assert prompt("sums", "base", gsm8k("How many?", 7)) == (f"{eot}How many?", [], 7)
 
 
 def test_chat_models_answer_mmlu_by_letter(tmp_path):
@@ -244,7 +246,7 @@ def test_answers_are_generated_until_the_model_stops(tmp_path):
         for batch_size in (1, 2, 16):
             result = score(model, BYTES, stage, examples, batch_size, max_new_tokens=8)
             assert [answer["text"] for answer in result["examples"]] == ["42"] * 3
-            assert (result["acc"], result["chance"], result["truncated"]) == (2 / 3, 0, 0)
+            assert (result["acc"], result["chance"], result["truncated"]) == (2 / 3, 2 / 3, 0)
             assert "acc_norm" not in result
     assert score(model, BYTES, stage, examples, max_new_tokens=1)["examples"][0]["text"] == "4"
     # a base model has not learned the chat tokens: if one is the likeliest, the next likeliest token is taken
@@ -461,6 +463,7 @@ def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, capsys, monkeypat
     assert "/mmlu/validation.jsonl" in error and "expected TASK/test.jsonl or TASK/validation.jsonl" in error
     write_task(tmp_path, "mmlu", [])
     assert "it has no examples" in failure("mmlu", tmp_path)
+    assert "/sums/validation.jsonl" in failure("sums", tmp_path)  # a task of one's own
 
     datasets = pytest.importorskip("datasets")
     hub = {("Rowan/hellaswag", None, "validation"): [{"ctx": "q", "endings": ["a"], "label": "0"}]}
