@@ -35,7 +35,8 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from configurator import Positive, configure, fail, format_error, one_line_errors
-from python_text import python_conversations, python_files
+from python_text import (conversation, held_out, letter_questions, python_conversations, python_files,
+                         sum_questions)
 from shards import read_shard, shard_header
 from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype
 
@@ -165,6 +166,10 @@ def write_atomically(path, *pieces):
     os.replace(f.name, path)
 
 
+def write_jsonl(path, rows):
+    write_atomically(path, *(f"{json.dumps(row)}\n".encode() for row in rows))
+
+
 def write_meta(folder, meta):
     write_atomically(folder / "meta.json", json.dumps(meta, indent=1).encode())
 
@@ -291,8 +296,14 @@ if __name__ == "__main__":
     # what to do with them
     chat_path = folder / "chat.jsonl"
     if dataset == "python" and not chat_path.exists():
-        print(f"{chat_path}: writing questions and answers from the docstrings ...", flush=True)
-        write_atomically(chat_path, *(f"{json.dumps(chat)}\n".encode() for chat in python_conversations()))
+        print(f"{chat_path}: writing questions and answers, and others to test with in {folder}/tasks ...", flush=True)
+        chats = [*python_conversations()]
+        for task, questions in ("sums", sum_questions()), ("letters", letter_questions()):
+            test, train = held_out(questions)
+            chats += [conversation(*pair) for pair in train]
+            (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
+            write_jsonl(folder / "tasks" / task / "test.jsonl", (dict(zip(("question", "answer"), p)) for p in test))
+        write_jsonl(chat_path, chats)
     meta["finished"] = True
     write_meta(folder, meta)
     print(f"{folder}: {summary}\n"

@@ -1,10 +1,16 @@
-"""The quick start's text: Python's standard library, which is already on your disk, and conversations about it."""
+"""
+The quick start's text: Python's standard library, which is already on your disk, and conversations about it, about
+sums and about letters.
+"""
 import ast
 import glob
 import hashlib
 import re
 import sysconfig
+from itertools import count, product
 from pathlib import Path
+from random import Random
+from string import ascii_lowercase
 
 
 def python_files():
@@ -18,6 +24,10 @@ def python_files():
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if not skip & set(name.split("/")):
             yield {"text": (root / name).read_text(encoding="utf-8", errors="replace")}
+
+
+def conversation(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def python_conversations():
@@ -35,5 +45,37 @@ def python_conversations():
                 answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
                 if question not in asked and len(question) <= 90 and 10 <= len(answer) <= 160 and answer.isascii():
                     asked.add(question)
-                    yield {"messages": [{"role": "user", "content": question},
-                                        {"role": "assistant", "content": answer}]}
+                    yield conversation(question, answer)
+
+
+# -----------------------------------------------------------------------------
+# questions whose answers can be checked: each answer spells out its working and ends with a number
+
+def sum_questions():
+    """Yields (question, answer) for each sum of two two-digit numbers. The answer adds the ones first, then the tens."""
+    for a, b in product(range(10, 100), repeat=2):
+        (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
+        carry = "+1" if ones_a + ones_b > 9 else ""
+        yield (f"What is {a} + {b}?",
+               f"{ones_a}+{ones_b}={ones_a + ones_b}, {tens_a}+{tens_b}{carry}={(a + b) // 10}, so {a + b}")
+
+
+def letter_questions():
+    """
+    Yields (question, answer) for each word of four to ten letters in the standard library: how often it has one of its
+    commonest letters or, for a quarter of the words, any letter. The answer repeats the word and counts along.
+    """
+    words = {word for file in python_files() for word in re.findall(r"\b[a-z]{4,10}\b", file["text"])}
+    for word in sorted(words):
+        random = Random(word)
+        commonest = max(random.sample(word, len(word)), key=word.count)
+        letter = random.choice([commonest] * 3 + [random.choice(ascii_lowercase)])
+        numbers = count(1)
+        counted = re.sub(letter, lambda match: f"{letter}{next(numbers)}", word)
+        yield f"How many {letter}'s are in {word}?", f"{counted}, so {word.count(letter)}"
+
+
+def held_out(questions, n=200):
+    """Splits (question, answer) pairs into n for a test and the rest, by the hash of the question."""
+    pairs = sorted(questions, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+    return pairs[:n], pairs[n:]

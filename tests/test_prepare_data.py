@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import runpy
 import shutil
 import signal
@@ -217,7 +218,9 @@ def test_text_in_any_of_arrows_types(tmp_path):
 
 
 def test_the_standard_library_is_a_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(python_text, "python_conversations", lambda: [{"messages": []}] * 3)  # which takes seconds
+    for name in "python_conversations", "sum_questions", "letter_questions":  # which take seconds
+        monkeypatch.setattr(python_text, name, lambda: [])
+    monkeypatch.setattr(python_text, "python_conversations", lambda: [{"messages": []}] * 3)
     command, folder = ["--dataset=python", "--max_tokens=30000", "--val_tokens=1000"], tmp_path / "data/python"
     prepare(tmp_path, *command)
     texts = get_tokenizer("bytes").decode(all_tokens(folder)).split("<|endoftext|>")[1:]
@@ -226,6 +229,41 @@ def test_the_standard_library_is_a_source(tmp_path, monkeypatch):
     assert chats.read_text() == '{"messages": []}\n' * 3
     chats.write_text("edited")
     assert "prepared already" in prepare(tmp_path, *command) and chats.read_text() == "edited"
+
+
+def test_questions_to_train_on_and_others_to_test_with(tmp_path, monkeypatch):
+    from evaluate import final_number, load_examples  # not at the top: imports torch
+    files = [{"text": "strawberry raspberry " + " ".join("".join(RNG.choices("abcde", k=6)) for _ in range(500))}]
+    monkeypatch.setattr(python_text, "python_files", lambda: files)
+    monkeypatch.setattr(python_text, "python_conversations", lambda: [python_text.conversation("Why?", "So.")])
+    prepare(tmp_path, "--dataset=python", "--val_tokens=1000")
+    folder = tmp_path / "data/python"
+    chats = [[message["content"] for message in json.loads(line)["messages"]]
+             for line in (folder / "chat.jsonl").read_text().splitlines()]
+    trained = dict(chats)
+    assert len(trained) == len(chats) and trained["Why?"] == "So."
+    tested = {}
+    for task in "sums", "letters":
+        rows = load_examples(task, get_tokenizer("bytes"), "chat", folder / "tasks")
+        lines = (folder / "tasks" / task / "test.jsonl").read_text().splitlines()
+        assert len(rows) == 200
+        tested |= {row["question"]: row["answer"] for row in map(json.loads, lines)}
+    assert len(tested) == 400 and not tested.keys() & trained.keys()
+    words = [{question.split()[-1] for question in asked if "many" in question} for asked in (tested, trained)]
+    assert len(words[0]) == 200 and not words[0] & words[1]  # the words too are new
+    for question, answer in [*tested.items(), *chats[1:]]:
+        if found := re.fullmatch(r"What is (\d\d) \+ (\d\d)\?", question):
+            right = int(found[1]) + int(found[2])
+        else:
+            letter, word = re.fullmatch("How many ([a-z])'s are in ([a-z]+)\\?", question).groups()
+            right = word.count(letter)
+        working, result = answer.split("so ")
+        assert final_number(answer) == result == str(right)
+        for sum_, equal in re.findall(r"([0-9+]+)=(\d+)", working):
+            assert sum(map(int, sum_.split("+"))) == int(equal)
+        assert "many" not in question or re.sub("[0-9]|, $", "", working) == word
+    assert {**tested, **trained}["What is 47 + 85?"] == "7+5=12, 4+8+1=13, so 132"
+    assert {**tested, **trained}["How many r's are in raspberry?"] == "r1aspber2r3y, so 3"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
