@@ -56,7 +56,7 @@ def encode(tokenizer, text):
 
 def replace_surrogates(text):
     """A text with U+FFFD for each half of a surrogate pair, which is no character; JSON can spell one."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def has_template(tokenizer):

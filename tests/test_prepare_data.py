@@ -258,7 +258,7 @@ def test_questions_to_train_on_and_others_to_test_with(tmp_path, monkeypatch):
             letter, word = re.fullmatch("How many ([a-z])'s are in ([a-z]+)\\?", question).groups()
             right = word.count(letter)
         working, result = answer.split("so ")
-        assert final_number(answer) == result == str(right)
+        assert final_number(answer) == int(result) == right
         for sum_, equal in re.findall(r"([0-9+]+)=(\d+)", working):
             assert sum(map(int, sum_.split("+"))) == int(equal)
         assert "many" not in question or re.sub("[0-9]|, $", "", working) == word
