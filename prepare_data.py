@@ -35,8 +35,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from configurator import Positive, configure, fail, format_error, one_line_errors
-from python_text import (conversation, held_out, letter_questions, python_conversations, python_files,
-                         sum_questions)
+from python_text import conversation, hold_out, letter_questions, python_conversations, python_files, sum_questions
 from shards import read_shard, shard_header
 from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype
 
@@ -299,10 +298,10 @@ if __name__ == "__main__":
         print(f"{chat_path}: writing questions and answers, and others to test with in {folder}/tasks ...", flush=True)
         chats = [*python_conversations()]
         for task, questions in ("sums", sum_questions()), ("letters", letter_questions()):
-            test, train = held_out(questions)
-            chats += [conversation(*pair) for pair in train]
+            test, train = hold_out(questions)
             (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
-            write_jsonl(folder / "tasks" / task / "test.jsonl", (dict(zip(("question", "answer"), p)) for p in test))
+            write_jsonl(folder / "tasks" / task / "test.jsonl", test)
+            chats += [conversation(**row) for row in train]
         write_jsonl(chat_path, chats)
     meta["finished"] = True
     write_meta(folder, meta)

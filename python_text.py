@@ -52,18 +52,18 @@ def python_conversations():
 # questions whose answers can be checked: each answer spells out its working and ends with a number
 
 def sum_questions():
-    """Yields (question, answer) for each sum of two two-digit numbers. The answer adds the ones first, then the tens."""
+    """Yields each sum of two two-digit numbers, as {"question", "answer"}. Answers add the ones, then the tens."""
     for a, b in product(range(10, 100), repeat=2):
-        (tens_a, ones_a), (tens_b, ones_b) = divmod(a, 10), divmod(b, 10)
-        carry = "+1" if ones_a + ones_b > 9 else ""
-        yield (f"What is {a} + {b}?",
-               f"{ones_a}+{ones_b}={ones_a + ones_b}, {tens_a}+{tens_b}{carry}={(a + b) // 10}, so {a + b}")
+        ones = a % 10 + b % 10
+        carry = "+1" if ones > 9 else ""
+        working = f"{a % 10}+{b % 10}={ones}, {a // 10}+{b // 10}{carry}={(a + b) // 10}"
+        yield {"question": f"What is {a} + {b}?", "answer": f"{working}, so {a + b}"}
 
 
 def letter_questions():
     """
-    Yields (question, answer) for each word of four to ten letters in the standard library: how often it has one of its
-    commonest letters or, for a quarter of the words, any letter. The answer repeats the word and counts along.
+    Yields {"question", "answer"} for each word of four to ten letters in the standard library: how often it has one of
+    its commonest letters or, for a quarter of the words, any letter. Answers repeat the word and count along.
     """
     words = {word for file in python_files() for word in re.findall(r"\b[a-z]{4,10}\b", file["text"])}
     for word in sorted(words):
@@ -71,11 +71,11 @@ def letter_questions():
         commonest = max(random.sample(word, len(word)), key=word.count)
         letter = random.choice([commonest] * 3 + [random.choice(ascii_lowercase)])
         numbers = count(1)
-        counted = re.sub(letter, lambda match: f"{letter}{next(numbers)}", word)
-        yield f"How many {letter}'s are in {word}?", f"{counted}, so {word.count(letter)}"
+        counted = re.sub(letter, lambda _: f"{letter}{next(numbers)}", word)
+        yield {"question": f"How many {letter}'s are in {word}?", "answer": f"{counted}, so {word.count(letter)}"}
 
 
-def held_out(questions, n=200):
-    """Splits (question, answer) pairs into n for a test and the rest, by the hash of the question."""
-    pairs = sorted(questions, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-    return pairs[:n], pairs[n:]
+def hold_out(rows, n=200):
+    """Splits rows into n for a test and the rest, by the hash of the question."""
+    rows = sorted(rows, key=lambda row: hashlib.sha256(row["question"].encode()).digest())
+    return rows[:n], rows[n:]
