@@ -115,8 +115,8 @@ def draw_runs():
         for entry in map(json.loads, log.open()):
             seconds = entry.get("seconds", seconds)
             if "val_loss" in entry:
-                points.append((log.parent.name, entry["iter"], entry["tokens"], f"{seconds:.1f}", entry["val_loss"]))
-        steps = [(float(point[3]), point[4]) for point in points if point[0] == log.parent.name]
+                points.append((log.parent.name, entry["iter"], entry["tokens"], round(seconds, 3), entry["val_loss"]))
+        steps = [(point[3], point[4]) for point in points if point[0] == log.parent.name]
         ax.plot(*zip(*steps[1:]), ".-", label=log.parent.name)  # without the loss before the first step
     ax.set(xlabel="seconds of training", ylabel="validation loss (nats per token)")
     ax.grid(alpha=0.3)

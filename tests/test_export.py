@@ -98,7 +98,7 @@ def test_the_card_says_what_it_is_and_how_to_load_it(exported):
     variant, _, folder = exported
     n_params = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     card = ModelCard.load(folder / "README.md")
-    for words in ("A chat model", CLASSES[variant], f"{n_params:,} parameters", "`run.json` has its training settings",
+    for words in ("A chat model", CLASSES[variant], f"{n_params:,} parameters", "trained with forkGPT",
                   'AutoModelForCausalLM.from_pretrained("hf")', "apply_chat_template", "spells a special token",
                   "**Not for llama.cpp**: its converter does not know the tokenizer."):
         assert words in card.text.replace("\n", " "), words
