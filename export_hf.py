@@ -165,8 +165,8 @@ datasets: {datasets}
 ---
 # {name}
 
-A {stage} model, {type(hf_model).__name__}, with {hf_model.num_parameters():,} parameters, trained with forkGPT. `run.json`
-has the settings and the validation loss.
+A {stage} model, {type(hf_model).__name__}, with {hf_model.num_parameters():,} parameters, trained with forkGPT.
+`run.json` has the settings and the validation loss.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
