@@ -2,7 +2,6 @@
 Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate, gradient norm, tokens/s over tokens.
 """
 import json
-from contextlib import suppress
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -16,16 +15,19 @@ LABELS = {"train_loss": "train loss (nats per token)", "val_loss": "val loss", "
 
 def read_log(path):
     """
-    The entries of a log.jsonl, without lines that a full disk cut off, and without what was logged after the checkpoint
-    from which a run was resumed.
+    The entries of a log.jsonl, without half lines of runs that were killed, and without what was logged after the
+    checkpoint from which a run was resumed.
     """
     entries = []
-    for line in open(path):
-        with suppress(json.JSONDecodeError):
+    for line in open(path, encoding="utf-8", errors="replace"):
+        try:
             entry = json.loads(line)
-            if entry.get("event") == "resume":
-                entries = [earlier for earlier in entries if earlier["tokens"] <= entry["tokens"]]
-            entries.append(entry)
+            tokens = int(entry["tokens"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if entry.get("event") == "resume":
+            entries = [earlier for earlier in entries if earlier["tokens"] <= tokens]
+        entries.append(entry)
     return entries
 
 
@@ -42,8 +44,10 @@ def draw(log, picture):
         ax.grid(alpha=0.3)
         ax.legend()
     figure.supxlabel("tokens")
-    machine = json.loads(log.with_name("config.json").read_text(encoding="utf-8"))["machine"]
-    figure.text(0.99, 0.01, "{device}, torch {torch}, commit {commit}".format(**machine), ha="right", fontsize=7)
+    settings = log.with_name("config.json")
+    if settings.exists():
+        machine = json.loads(settings.read_text(encoding="utf-8"))["machine"]
+        figure.text(0.99, 0.01, "{device}, torch {torch}, commit {commit}".format(**machine), ha="right", fontsize=7)
     figure.savefig(picture)
 
 

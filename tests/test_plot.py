@@ -10,11 +10,11 @@ from features import evaluation_hooks
 
 @pytest.fixture
 def out_dir(tmp_path):
-    """A folder with the log of a run that was killed and resumed, and whose disk was full then."""
+    """A folder with the log of a run that was killed and resumed, and damaged."""
     lines = [dict(iter=i, tokens=100 * i, train_loss=5.0 - i, lr=1e-3) for i in (1, 2, 3, 4)]
     lines += [dict(iter=2, tokens=200, event="resume"), dict(iter=3, tokens=300, train_loss=2.5, lr=1e-3)]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iter": 4, "tok')
-    (tmp_path / "config.json").write_text(json.dumps({"machine": {"device": "a CPU", "torch": "2", "commit": "1"}}))
+    damage = b'null\n5\n{"tokens": "x"}\n{"event": ["x"], "tokens": 3}\n\xff\x00\n{"iter": 4, "tok'
+    (tmp_path / "log.jsonl").write_bytes("".join(json.dumps(line) + "\n" for line in lines).encode() + damage)
     return tmp_path
 
 
@@ -36,7 +36,8 @@ def test_a_damaged_log_is_drawn_and_one_that_cannot_be_does_not_end_the_run(out_
     assert hook(4, False) == {}
     picture = (out_dir / "loss.png").read_bytes()
     assert picture[:4] == b"\x89PNG"
-    (out_dir / "config.json").write_text(json.dumps({"machine": {"device": "a GPU", "torch": "2", "commit": "1"}}))
+    machine = {"device": "a CPU", "torch": "2", "commit": "1234567", "threads": 1}
+    (out_dir / "config.json").write_text(json.dumps({"machine": machine}))
     assert hook(4, False) == {} and (out_dir / "loss.png").read_bytes() != picture  # it names the machine
     with open(out_dir / "log.jsonl", "a") as f:
         f.write('\n{"tokens": 7, "val_loss": {"a": 1}}\n')
