@@ -202,7 +202,7 @@ def fill_rows(pairs, max_seq_len, pack, eot):
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
     rows = np.full((len(groups), 2, max_seq_len), eot, pairs[0].dtype)
     rows[:, 1] = text_start(rows.dtype)
-    for row, group in zip(rows, groups):
+    for row, group in zip(rows, progress(groups, "filling rows")):
         packed = np.hstack(group)
         row[:, :packed.shape[1]] = packed
     return rows

@@ -324,6 +324,8 @@ if __name__ == "__main__":
     model, meta = load_model(checkpoint, torch_device)
     tokenizer = get_tokenizer(meta["tokenizer"])
     print0(describe_model(meta))
+    if tasks:
+        print0(f"reading {tasks} ...")
     examples = load_tasks(tasks, tokenizer, meta["stage"], task_dir, max_problems)
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}

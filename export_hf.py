@@ -10,6 +10,7 @@ values: the same function with a larger cache. An imported model keeps its token
 All scripts here open such a folder, too. Needs transformers.
 """
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,7 @@ from chat_data import parse_mixture
 from checkpoint import describe_model, load_model
 from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, convert_weights, hub_name,
                        import_transformers)
-from sample import generation_limits
-from tokenizer import END_OF_TEXT, ROLES, chat_tokens, get_tokenizer, has_template
+from tokenizer import END_OF_TEXT, ROLES, chat_tokens, count_ids, get_tokenizer, has_template
 
 # -----------------------------------------------------------------------------
 # weights
@@ -56,15 +56,18 @@ def mla_to_mha(weights, config):
 def build_hf_model(model, tokenizer, chat):
     """transformers' model with our weights. Exits with an error unless both compute the same logits."""
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
-    eot, limits = tokenizer.eot_token, generation_limits(tokenizer, chat)
+    eot = tokenizer.eot_token
+    ends = [chat_tokens(tokenizer)["end"]] if chat else []
+    ends = [*dict.fromkeys([*ends, *getattr(tokenizer, "stop_ids", [eot])])]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
-            **fields, bos_token_id=eot, eos_token_id=sorted(set(limits["stop_ids"])), pad_token_id=eot))
+            **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0], pad_token_id=eot))
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
     # ids that the model was never trained to write
-    hf_model.generation_config.suppress_tokens = [*range(limits["n_vocab"], config.vocab_size)]
+    known = count_ids(tokenizer) if chat else tokenizer.n_vocab
+    hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]
     return hf_model
 
 
@@ -146,9 +149,12 @@ def llama_cpp_fault(config, tokenizer):
 
 
 def hub_sources(training):
-    """The base model and the chat data on the Hugging Face hub that the settings of a run name, as two lists."""
-    base = str(training.get("init_from")).removeprefix("auto:")
-    data = ["/".join(name.split("/")[:2]) for name in parse_mixture(training.get("data") or "")]  # without /config
+    """The base model and the data sets on the Hugging Face hub that the settings of a run name, as two lists."""
+    base, data = str(training.get("init_from")).removeprefix("auto:"), []
+    with suppress(Exception):  # a card without them is better than no export: the shards may be gone
+        data = parse_mixture(training["data"]) if "data" in training else [
+            json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
+    data = ["/".join(name.split("/")[:2]) for name in data]  # without /config
     return [[name for name in map(hub_name, names) if name] for names in ([base], data)]
 
 
@@ -187,7 +193,7 @@ such text from untrusted input.
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes a Hugging Face folder. checkpoint: any path that load_checkpoint takes."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    is_export = run.exists() and b"val_loss" in run.read_bytes()
+    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # after a full disk
     if any(folder.glob("*")) and not (overwrite and is_export):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or --overwrite=True if it holds an export")
     model, loaded = load_model(checkpoint, "cpu")

@@ -68,8 +68,9 @@ class HFTokenizer:
         text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(special)
         ids = self.encode_ordinary(text)
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
-        if decoded != text or self.special.keys() & set(ids):
-            raise ValueError("its ids do not give back the text that they were made from, or spell special tokens")
+        if decoded != text or self.special.keys() & set(ids) or getattr(self.bpe.model, "dropout", None):
+            raise ValueError("its ids do not give back the text that they were made from, or not always, or spell "
+                             "special tokens")
 
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from checkpoint import has_checkpoint, load_checkpoint
+from checkpoint import has_checkpoint, load_checkpoint, pick_max_seq_len
 from configurator import fail, one_line_errors
 from distributed import print0, rank
 from machine import describe_machine
@@ -52,13 +52,9 @@ def load_init_from(config, overrides, stage):
         if name in overrides and overrides[name] not in accepted:
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
-    positions = model_args["max_seq_len"]
-    if not resuming and overrides.get("max_seq_len") is None:
-        config["max_seq_len"] = min(2048, positions)
+    asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")
     with one_line_errors(source, errors=TypeError):  # of a crafted checkpoint
-        if config["max_seq_len"] > positions:
-            fail(f"--max_seq_len={config['max_seq_len']}: the model in {source} has {positions} positions; give at "
-                 f"most that")
+        config["max_seq_len"] = pick_max_seq_len(asked, model_args["max_seq_len"], most=2048)
     if "masks" in checkpoint and not resuming and not config.get("sparsity"):
         print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
     return checkpoint, resuming

@@ -1,7 +1,8 @@
 """
 Loss against seconds: trains the model of nanochat or of nanoGPT on the same rows as train_gpt2.py, and draws all runs.
 
-    SAME='--data_dir=data/python --n_layer=6 --n_head=4 --n_embd=256 --max_seq_len=512 --batch_size=8 --max_iters=200'
+    SAME='--data_dir=data/python --n_layer=6 --n_head=4 --n_embd=256 --max_seq_len=512 --batch_size=8 --max_iters=200
+          --eval_interval=25'
     python train_gpt2.py config/speedrun.py $SAME --gradient_accumulation_steps=1 --out_dir=out-race/ours
     python docs/race.py $SAME --nanochat=../nanochat --rate=2 --out_dir=out-race/nanochat
     python docs/race.py $SAME --nanogpt=../nanoGPT --out_dir=out-race/nanogpt

@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT))
 from configurator import Positive, configure  # noqa: E402
 
 
-def run_chat(flags, folder):
-    """Runs chat_sft.py. Returns its log's lines of training, and the seconds that compiling took."""
-    command = [sys.executable, ROOT / "chat_sft.py", "--log_interval=1", *flags, f"--out_dir={folder}"]
+def run_loop(script, flags, folder):
+    """Runs chat_sft.py or train_gpt2.py. Returns its log's lines of training, and the seconds that compiling took."""
+    command = [sys.executable, ROOT / script, "--log_interval=1", "--sample_tokens=0", *flags, f"--out_dir={folder}"]
     if subprocess.run(command, stdout=sys.stderr).returncode:
         raise SystemExit(1)
     lines = [json.loads(line) for line in (Path(folder) / "log.jsonl").open()]
@@ -30,9 +30,9 @@ if __name__ == "__main__":
     steps: Positive = 100
     configure(globals())
     with tempfile.TemporaryDirectory() as folder:
-        common = [*flags.split(), f"--max_iters={steps}", f"--chat_dir={folder}/rows", "--sample_tokens=0"]
-        plain, _ = run_chat([*common, "--compile=False"], f"{folder}/plain")
-        compiled, compile_seconds = run_chat([*common, "--compile=True"], f"{folder}/compiled")
+        common = [*flags.split(), f"--max_iters={steps}", f"--chat_dir={folder}/rows"]
+        plain, _ = run_loop("chat_sft.py", [*common, "--compile=False"], f"{folder}/plain")
+        compiled, compile_seconds = run_loop("chat_sft.py", [*common, "--compile=True"], f"{folder}/compiled")
     speed, memory = ([statistics.median(line[key] for line in lines[1:]) for lines in (compiled, plain)]
                      for key in ("tok_per_sec", "peak_mem_mb"))
     loss = compiled[-1]["train_loss"] / plain[-1]["train_loss"]

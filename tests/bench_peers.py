@@ -21,19 +21,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from bench_chat import run_loop  # noqa: E402
 from configurator import Positive, configure, fail  # noqa: E402
 
 
 def run_ours(model, out_dir, compiled):
     """Runs a training loop. Returns [(tokens, seconds) of each step] and its peak memory in MiB."""
-    script = ["chat_sft.py", f"--data={data}", f"--chat_dir={out_dir}/rows"] if data else \
-        ["train_gpt2.py", f"--data_dir={data_dir}"]
-    subprocess.run([sys.executable, ROOT / script[0], *script[1:], f"--init_from={model}", f"--out_dir={out_dir}",
-                    f"--max_iters={steps}", f"--batch_size={batch_size}", f"--max_seq_len={max_seq_len}",
-                    f"--compile={compiled}", "--overwrite=True", "--gradient_accumulation_steps=1",
-                    "--warmup_iters=0", "--learning_rate=1e-4", "--min_lr=0", "--lr_schedule=cosine",
-                    "--log_interval=1", "--eval_iters=1", "--sample_tokens=0"], check=True, stdout=sys.stderr)
-    log = [line for line in map(json.loads, open(Path(out_dir, "log.jsonl"))) if "train_loss" in line]
+    script, flags = ("chat_sft.py", [f"--data={data}", f"--chat_dir={out_dir}/rows"]) if data else (
+        "train_gpt2.py", [f"--data_dir={data_dir}"])
+    log, _ = run_loop(script, [
+        *flags, f"--init_from={model}", f"--max_iters={steps}", f"--batch_size={batch_size}",
+        f"--max_seq_len={max_seq_len}", f"--compile={compiled}", "--overwrite=True", "--gradient_accumulation_steps=1",
+        "--warmup_iters=0", "--learning_rate=1e-4", "--min_lr=0", "--lr_schedule=cosine", "--eval_iters=1"], out_dir)
     return [(line["tok_per_sec"] * line["ms"] / 1000, line["ms"] / 1000) for line in log], log[-1]["peak_mem_mb"]
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import export_hf
 from checkpoint import load_checkpoint, load_model
 from conftest import VARIANTS, new_gpt, run, save_model, tokens
-from model import GPT2MLP, GPTConfig
+from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
 from tokenizer import chat_tokens, get_tokenizer, padded_vocab_size, render_chat
 
@@ -75,7 +75,7 @@ def test_transformers_has_the_same_logits_and_greedy_text(exported):
         assert (theirs(idx).logits - gpt(idx)).abs().max() < 1e-4
     prompt = tokens(1, 20, seed=3) % 256
     ours = [token for token, in generate(gpt, [prompt[0].tolist()], 32, temperature=0, n_vocab=261)]
-    assert theirs.generation_config.eos_token_id == [256, 257, 258, 259, 260]  # as in sample.py
+    assert theirs.generation_config.eos_token_id == [260, 256]  # <|end|>, <|endoftext|>
     theirs.generation_config.eos_token_id = None
     assert theirs.generate(prompt, max_new_tokens=32, do_sample=False)[0, 20:].tolist() == ours
 
@@ -99,6 +99,7 @@ def test_the_card_says_what_it_is_and_how_to_load_it(exported):
     n_params = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     card = ModelCard.load(folder / "README.md")
     for words in ("A chat model", CLASSES[variant], f"{n_params:,} parameters", "trained with forkGPT",
+                  "`run.json` has the settings and the validation loss",
                   'AutoModelForCausalLM.from_pretrained("hf")', "apply_chat_template", "spells a special token",
                   "**Not for llama.cpp**: its converter does not know the tokenizer."):
         assert words in card.text.replace("\n", " "), words
@@ -111,7 +112,9 @@ def test_the_hubs_base_and_data_are_told_from_files(tmp_path, monkeypatch):
     (tmp_path / "here/rows").mkdir(parents=True)
     data = "a/b/all:2,x/y-2.5,mine/chats.jsonl,a.jsonl,/home/me/chats,http://x/y,here/rows,o'w/n"
     assert export_hf.hub_sources({"init_from": "out/ckpt.pt", "data": data}) == [[], ["a/b", "x/y-2.5"]]
-    assert export_hf.hub_sources({"init_from": "gpt2"}) == [["openai-community/gpt2"], []]
+    (tmp_path / "meta.json").write_text('{"source": {"dataset": "HuggingFaceFW/fineweb-edu"}}')
+    assert export_hf.hub_sources({"init_from": "gpt2", "data_dir": str(tmp_path)}) == [
+        ["openai-community/gpt2"], ["HuggingFaceFW/fineweb-edu"]]
     for training in {}, {"data": None, "init_from": 3}, {"init_from": "scratch", "data_dir": "not/here"}:
         assert export_hf.hub_sources(training) == [[], []]
 
@@ -192,7 +195,7 @@ def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "apply_chat_template" not in card and 'tokenizer("<|endoftext|>Once upon a time", add_special' in card
     theirs, generation = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoTokenizer, GenerationConfig))
-    assert [theirs.eos_token_id] == generation.eos_token_id == [256] and theirs.chat_template is None
+    assert theirs.eos_token_id == generation.eos_token_id == 256 and theirs.chat_template is None
     assert generation.suppress_tokens == list(range(257, 384))
     assert load_checkpoint(tmp_path / "hf")["stage"] == "base"
 
@@ -253,12 +256,11 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     gpt.transformer.wpe.weight.data[0, 0] = 1e5
     checkpoint = save_model(tmp_path, gpt)
     export_refused(capsys, "transformer.wpe.weight.*bfloat16", checkpoint, folder, "float16")
-    # changes of model.py: a soft cap, which only large logits show, and ReLU squared in the MLP
+    # changes of model.py: a soft cap, which small logits do not show, and ReLU squared in the MLP
     with monkeypatch.context() as patch:
         patch.setattr("model.compute_logits", lambda x, weight: 30 * torch.tanh(x @ weight.t() / 30))
-        large = new_gpt("gpt2")
-        large.lm_head.weight.data *= 10
-        export_refused(capsys, "GPT2LMHeadModel computes other logits", save_model(tmp_path / "large", large), folder)
+        untrained = save_model(tmp_path / "new", GPT(gpt.config))
+        export_refused(capsys, "GPT2LMHeadModel computes other logits", untrained, folder)
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))
     export_refused(capsys, "GPT2LMHeadModel computes other logits", checkpoint, folder)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -305,7 +305,7 @@ def test_messages_give_a_template_their_content_and_nothing_else(qwen3):
 
 @pytest.mark.parametrize("change", [
     {"decoder": None}, {"pre_tokenizer": None}, {"added_tokens": [{"special": False}]},
-    {"model": {"vocab": {"a": 0}, "merges": []}}], ids=str)
+    {"model": {"dropout": 0.5}}, {"model": {"vocab": {"a": 0}, "merges": []}}], ids=str)
 def test_a_tokenizer_that_loses_text_is_refused(qwen3, change):
     files = read_files(qwen3)
     content = json.loads(files["tokenizer.json"])
