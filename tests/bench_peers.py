@@ -1,14 +1,17 @@
 """
-Training steps beside what you might use instead: transformers' Trainer and TRL's SFTTrainer, on the same data, from the
-same weights, in turns. Prints the median tokens per second and the peak memory of each. Run by hand, with the peers in
-their own environment:
+Training steps beside what you might use instead, on the same data, from the same weights, in turns: transformers'
+Trainer and litgpt for pretraining, TRL's SFTTrainer for chat tuning. Prints the median tokens per second and the peak
+memory of each. Run by hand, with the peers in their own environments (litgpt needs another version of a package):
 
     python3 -m venv peers && peers/bin/pip install -r tests/requirements-peers.txt
-    python tests/bench_peers.py --python=peers/bin/python --checkpoint=out --data_dir=data/fineweb-edu
-    python tests/bench_peers.py --python=peers/bin/python --checkpoint=out-chat --data=my-chats.jsonl
+    python tests/bench_peers.py --peer=trl --python=peers/bin/python --checkpoint=out-chat --data=my-chats.jsonl
+    python tests/bench_peers.py --peer=transformers --python=peers/bin/python --data_dir=data/fineweb-edu
+    python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 litgpt==0.5.13 filelock
+    python tests/bench_peers.py --peer=litgpt --python=litgpt/bin/python --data_dir=data/fineweb-edu
 
-The checkpoint is exported, and each contestant starts from the export. With --data both pack conversations and train
-on the answers; a token counts if it is not padding. Peers run in bfloat16, as ours do where --dtype=auto picks it.
+The checkpoint is exported, and each contestant starts from the export, except litgpt, which takes its sizes. With trl
+both pack conversations and train on the answers; a token counts if it has a target. Peers run in bfloat16, as ours do
+where --dtype=auto picks it. Compiled, SFTTrainer pads its batches to one length: it would compile each length anew.
 """
 import json
 import resource
@@ -18,17 +21,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from bench_chat import run_loop  # noqa: E402
-from configurator import Positive, configure, fail  # noqa: E402
+from configurator import NonNegative, Positive, configure, fail  # noqa: E402
 
 
 def run_ours(model, out_dir, compiled):
     """Runs a training loop. Returns [(tokens, seconds) of each step] and its peak memory in MiB."""
-    script, flags = ("chat_sft.py", [f"--data={data}", f"--chat_dir={out_dir}/rows"]) if data else (
-        "train_gpt2.py", [f"--data_dir={data_dir}"])
+    from bench_chat import run_loop  # not at the top: a peer's environment lacks torch's newer parts
+    script, flags = ("chat_sft.py", [f"--data={data}", f"--chat_dir={out_dir}/rows", f"--lora_rank={lora_rank}"]) \
+        if data else ("train_gpt2.py", [f"--data_dir={data_dir}"])
     log, _ = run_loop(script, [
         *flags, f"--init_from={model}", f"--max_iters={steps}", f"--batch_size={batch_size}",
         f"--max_seq_len={max_seq_len}", f"--compile={compiled}", "--overwrite=True", "--gradient_accumulation_steps=1",
@@ -37,16 +41,24 @@ def run_ours(model, out_dir, compiled):
 
 
 def run_peer(model, out_dir, compiled):
-    """As run_ours, in the peers' environment."""
-    command = [python, __file__, f"--peer={model}", f"--compiled={compiled}",
-               *(f"--{name}={globals()[name]}" for name in config if name not in ("peer", "compiled"))]
+    """As run_ours, in the peer's environment."""
+    command = [python, __file__, f"--model={model}", f"--compiled={compiled}",
+               *(f"--{name}={globals()[name]}" for name in config if name not in ("model", "compiled"))]
     lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
     return json.loads(lines[-1])
 
 
-def train_peer():
-    """Trains the model in the folder `peer` with SFTTrainer or Trainer and prints what run_ours returns."""
+def rows_of_shard():
+    """(steps * batch_size, max_seq_len + 1) int64: the first rows of data_dir."""
     import numpy as np
+    from shards import read_shard
+    shard = read_shard(sorted(Path(data_dir).glob("train_*.bin"))[0])
+    n, T = steps * batch_size, max_seq_len
+    return np.stack([shard[i * T:i * T + T + 1] for i in range(n)]).astype(np.int64)
+
+
+def train_with_trainer():
+    """Trains the model in the folder `model` with SFTTrainer or Trainer. Returns what run_ours returns, but memory."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
@@ -62,63 +74,97 @@ def train_peer():
 
     def count(collate):
         def collate_and_count(rows):
-            batch = collate(rows)
-            texts = (batch["position_ids"] == 0).sum() if "position_ids" in batch else 0  # their last has no target
-            tokens.append(int((batch["input_ids"].numel() if "attention_mask" not in batch else
-                               batch["attention_mask"].sum()) - texts))
+            batch = collate(rows)  # packed, a text's first token has position 0, as padding has
+            tokens.append(int((batch["position_ids"] > 0).sum() if data else batch["labels"][:, 1:].numel()))
             return batch
         return collate_and_count
 
     if data:
+        from peft import LoraConfig
         from trl import SFTConfig, SFTTrainer
         conversations = Dataset.from_list([json.loads(line) for line in open(data)]).select_columns("messages")
-        trainer = SFTTrainer(peer, SFTConfig(**common, packing=True, assistant_only_loss=True, max_length=max_seq_len),
-                             train_dataset=conversations, processing_class=AutoTokenizer.from_pretrained(peer),
-                             callbacks=[Clock()])
+        trainer = SFTTrainer(
+            model, SFTConfig(**common, packing=True, assistant_only_loss=True, max_length=max_seq_len,
+                             pad_to_multiple_of=batch_size * max_seq_len if compiled else None),
+            train_dataset=conversations, processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()],
+            peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None)
     else:
-        from shards import read_shard
-        shard = read_shard(sorted(Path(data_dir).glob("train_*.bin"))[0])
-        rows = [{"input_ids": row, "labels": row} for row in
-                shard[:steps * batch_size * max_seq_len].reshape(-1, max_seq_len).astype(np.int64)]
-        trainer = Trainer(AutoModelForCausalLM.from_pretrained(peer, dtype=torch.float32), TrainingArguments(**common),
+        rows = [{"input_ids": row, "labels": row} for row in rows_of_shard()[:, :-1]]
+        trainer = Trainer(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), TrainingArguments(**common),
                           train_dataset=rows, callbacks=[Clock()])
     trainer.data_collator = count(trainer.data_collator)
     start = time.perf_counter()
     trainer.train()
-    memory = (torch.cuda.max_memory_allocated() / 2 ** 20 if torch.cuda.is_available() else
-              resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 10)
-    print(json.dumps([list(zip(tokens, (b - a for a, b in zip([start, *ends], ends)))), memory]))
+    return list(zip(tokens, (b - a for a, b in zip([start, *ends], ends))))
+
+
+def train_with_litgpt():
+    """litgpt's model, loss and optimizer in the steps of its pretrain.py. Returns what train_with_trainer returns."""
+    import lightning
+    import torch
+    from litgpt import GPT, Config
+    from litgpt.utils import chunked_cross_entropy
+    c = json.loads(Path(model, "config.json").read_text())
+    fabric = lightning.Fabric(devices=1, precision="bf16-mixed")
+    gpt = GPT(Config(name="forkgpt", block_size=max_seq_len, padded_vocab_size=c["vocab_size"],
+                     n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], n_embd=c["hidden_size"],
+                     n_query_groups=c["num_key_value_heads"], rotary_percentage=1.0, parallel_residual=False, bias=False,
+                     norm_class_name="RMSNorm", norm_qk=c["model_type"] == "qwen3", mlp_class_name="LLaMAMLP",
+                     intermediate_size=c["intermediate_size"]))
+    gpt = fabric.setup(torch.compile(gpt, disable=not compiled))
+    optimizer = torch.optim.AdamW(gpt.parameters(), 1e-4, weight_decay=0.1, fused=fabric.device.type == "cuda")
+    optimizer, measured = fabric.setup_optimizers(optimizer), []
+    for batch in torch.from_numpy(rows_of_shard()).to(fabric.device).split(batch_size):
+        start = time.perf_counter()
+        loss = chunked_cross_entropy(gpt(batch[:, :-1].contiguous()), batch[:, 1:].contiguous())
+        fabric.backward(loss)
+        fabric.clip_gradients(gpt, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+        measured.append((batch[:, 1:].numel(), time.perf_counter() - start))
+    return measured
+
+
+def peak_memory():
+    """In MiB."""
+    import torch
+    return (torch.cuda.max_memory_allocated() / 2 ** 20 if torch.cuda.is_available() else
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 10)
 
 
 if __name__ == "__main__":
-    python: str = sys.executable  # with the packages of tests/requirements-peers.txt
+    peer: Literal["transformers", "trl", "litgpt"] = "transformers"
+    python: str = sys.executable  # with the peer's packages
     checkpoint: str = "out"
-    data: str | None = None  # conversations: tune with chat_sft.py and SFTTrainer
-    data_dir: str | None = None  # shards: pretrain with train_gpt2.py and Trainer
+    data: str | None = None  # trl: conversations
+    data_dir: str | None = None  # transformers, litgpt: shards
+    lora_rank: NonNegative = 0  # trl: tune adapters
     steps: Positive = 12  # the first third is not timed
     rounds: Positive = 3
     batch_size: Positive = 4
     max_seq_len: Positive = 512
-    compiled: bool = True
-    peer: str | None = None  # used by this script itself
+    compiled: bool = True  # besides uncompiled
+    model: str | None = None  # used by this script itself
     config, _ = configure(globals())
-    if peer:
-        train_peer()
+    if model:
+        train = train_with_litgpt if peer == "litgpt" else train_with_trainer
+        print(json.dumps([train(), peak_memory()]))
         raise SystemExit
-    if (data is None) == (data_dir is None):
-        fail(f"--data={data} --data_dir={data_dir}: give one of them")
+    if (data is None) == (peer == "trl") or (data_dir is None) == (peer != "trl"):
+        fail(f"--data={data} --data_dir={data_dir}: give --data with --peer=trl, and --data_dir with the others")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        model = f"{folder}/model"
-        subprocess.run([sys.executable, ROOT / "export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={model}"],
+        export = f"{folder}/model"
+        subprocess.run([sys.executable, ROOT / "export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={export}"],
                        check=True, stdout=sys.stderr)
         for _ in range(rounds):
-            for name, run in (("here", run_ours), ("peer", run_peer)):
+            for name, run in (("here", run_ours), (peer, run_peer)):
                 for compile_it in (False, True) if compiled else (False,):
-                    steps_run, memory = run(model, f"{folder}/run", compile_it)
+                    steps_run, memory = run(export, f"{folder}/run", compile_it)
                     timed = steps_run[steps // 3:]
                     speed = sum(n for n, _ in timed) / sum(seconds for _, seconds in timed)
                     results.setdefault((name, compile_it), []).append((speed, memory))
     for (name, compile_it), values in results.items():
         speed, memory = map(statistics.median, zip(*values))
-        print(f"{name}, {'compiled' if compile_it else 'uncompiled':<10} {speed:8,.0f} tokens/s {memory:8,.0f} MiB")
+        print(f"{name:12}, {'compiled' if compile_it else 'uncompiled':<10} {speed:8,.0f} tokens/s {memory:8,.0f} MiB")
