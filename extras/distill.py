@@ -10,6 +10,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
 
 from checkpoint import check_tokenizer, digest_weights, load_model
@@ -20,86 +22,45 @@ from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 
 
 # -----------------------------------------------------------------------------
-# The loss. Logits: s (student), t (teacher). T: temperature, u = 1 / T, p = softmax(u t), q = softmax(u s)
+# the loss
 
 FLOATS = {torch.int16: torch.float16, torch.int32: torch.float32}  # of the cache's integers
 
 
-def row_sum(z):
-    return z.sum(-1, keepdim=True)
-
-
-def row_lse(z):
-    return z.logsumexp(-1, keepdim=True)
-
-
-def read_cached(row, s):
+def distill_chunk(x, weight, T, targets, w, teacher, teacher_head):
     """
-    A cached teacher's logits t and the student's logits s (chunk, V), by column. row (chunk, 2 k + 1): see
-    encode_top_k. All ids that the cache leaves out have the same t, and log q is linear in s, so a sum over them is
-    their number times one term at their mean s. They share one column after the k ids, so sums run over (chunk, k + 1)
-    columns. Returns t and s of the columns, the log of the number of ids in each (k + 1,), and the k ids (chunk, k).
+    The loss of Distillation.forward for some positions, and the sums that metrics() reports. Summed over the columns
+    of s and t, the student's and the teacher's logits: with a live teacher there is one for each id. A cached teacher
+    knows its top k; all other ids have the same t, so they share one column, where s is their mean.
     """
-    k = row.size(-1) // 2
-    ids = row[:, :k].long() & 256 ** row.itemsize - 1  # as unsigned numbers
-    t = row[:, k:].view(FLOATS[row.dtype]).float()
-    n_others, top = s.size(-1) - k, s.gather(-1, ids)
-    s_mean = torch.hstack((top, (row_sum(s) - row_sum(top)) / n_others))
-    log_count = t.new_zeros(k + 1)
-    log_count[k] = math.log(n_others)
-    return t, s_mean, log_count, ids
+    logits, valid = compute_logits(x, weight.to(x.dtype)).float(), targets != IGNORE  # (N, V), (N,)
+    ce = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    if teacher_head is None:
+        k = teacher.size(-1) // 2
+        n_others, ids = logits.size(-1) - k, teacher[:, :k].long() & 256 ** teacher.itemsize - 1  # as unsigned numbers
+        t, top = teacher[:, k:].view(FLOATS[teacher.dtype]).float(), logits.gather(-1, ids)
+        s = torch.hstack((top, (logits.sum(-1, keepdim=True) - top.sum(-1, keepdim=True)) / n_others))
+        log_count = F.pad(t.new_zeros(k), (0, 1), value=math.log(n_others))
+    else:
+        t, s, log_count = compute_logits(teacher, teacher_head).float(), logits, 0.0
+        ids = t.argmax(-1, keepdim=True)
+    log_q = s / T - (logits / T).logsumexp(-1, keepdim=True)  # of one id in each column
+    log_p = t / T - (t / T + log_count).logsumexp(-1, keepdim=True)
+    kl = (((log_p + log_count).exp() * (log_p - log_q)).sum(-1) * valid).sum()
+    agreements = ((logits.argmax(-1) == ids[:, 0]) & valid).sum()  # with the likeliest
+    return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, agreements, valid.sum())).detach()
 
 
-class DistillLoss(torch.autograd.Function):
+def distill_loss(x, weight, T, targets, w, teacher, teacher_head):
     """
-    LinearCrossEntropy of model.py mixed with KL(p || q), in the same chunks, so that neither model's full logits
-    exist. The gradients, with means E_p under p and E_q under q:
-        d T^2 KL / ds = T (q - p)
-        d T^2 KL / dT = 2 T KL - dKL/du,  dKL/du = sum p (t - E_p t) (log p - log q) - (E_p s - E_q s)
+    distill_chunk of LOSS_CHUNK positions at a time. Backward computes each chunk again, so neither model's full logits
+    ever exist.
     """
-
-    @staticmethod
-    def forward(ctx, x, weight, T, targets, w, teacher, teacher_head):
-        """T: scalar tensor; the rest as in Distillation.forward. Returns the loss, and the sums for metrics()."""
-        _, learn_weight, learn_T, *_ = ctx.needs_input_grad
-        dx, dT, weight_x, u = torch.empty_like(x), torch.zeros_like(T), weight.to(x.dtype), 1 / T
-        # a scalar if the head is frozen (LoRA): autograd ignores the gradient of what needs none
-        dweight = torch.zeros_like(weight if learn_weight else T, dtype=torch.float32)
-        ce_sum, kl_sum, agreements = 0.0, 0.0, 0
-        for xc, dxc, tc, teacher_c in zip(*[z.split(LOSS_CHUNK) for z in (x, dx, targets[:, None], teacher)]):
-            logits, valid = compute_logits(xc, weight_x).float(), tc != IGNORE  # (chunk, V), (chunk, 1)
-            lse, lse_T = row_lse(logits), row_lse(logits * u)
-            # t, s, p, log_ratio have a column per id, or of a cached teacher one for all ids outside its top k
-            if teacher_head is None:
-                t, s, log_count, ids = read_cached(teacher_c, logits)
-            else:
-                t, s, log_count = compute_logits(teacher_c, teacher_head).float(), logits, 0.0
-                ids = t.argmax(-1, keepdim=True)
-            log_p = t * u - row_lse(t * u + log_count)  # of one id
-            p, log_ratio = (log_p + log_count).exp(), log_p - (s * u - lse_T)
-            p_of_ids = (log_p[:, -1:].exp().expand_as(logits).scatter(-1, ids, log_p[:, :-1].exp())
-                        if teacher_head is None else p)
-            kl, q = row_sum(p * log_ratio), (logits * u - lse_T).exp()
-            ce_sum += ((lse - logits.gather(-1, tc.clamp(min=0))) * valid).sum()
-            kl_sum += (kl * valid).sum()
-            agreements += ((logits.argmax(-1, keepdim=True) == ids[:, :1]) & valid).sum()  # with the likeliest
-            onehot = torch.arange(logits.size(-1), device=x.device) == tc
-            dlogits = (1 - w) * ((logits - lse).exp() - onehot.float()) + w * T * (q - p_of_ids)
-            dlogits = (dlogits * valid).to(x.dtype)
-            dxc[:] = dlogits @ weight_x
-            if learn_weight:
-                dweight += dlogits.t() @ xc
-            if learn_T:
-                dkl_du = row_sum(p * (t - row_sum(p * t)) * log_ratio) - (row_sum(p * s) - row_sum(q * logits))
-                dT += ((2 * T * kl - dkl_du) * valid).sum()
-        ctx.save_for_backward(dx, dweight.to(weight.dtype), w * dT)
-        sums = torch.stack((ce_sum, kl_sum, agreements, (targets != IGNORE).sum()))
-        return (1 - w) * ce_sum + w * T * T * kl_sum, sums
-
-    @staticmethod
-    def backward(ctx, grad_loss, _):
-        dx, dweight, dT = ctx.saved_tensors
-        return dx * grad_loss, dweight * grad_loss, dT * grad_loss, None, None, None, None
+    chunks = zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), teacher.split(LOSS_CHUNK))
+    losses, sums = zip(*[recompute_in_backward(distill_chunk, xc, weight, T, tc, w, teacher_c, teacher_head,
+                                               use_reentrant=False, preserve_rng_state=False)
+                         for xc, tc, teacher_c in chunks])
+    return sum(losses), sum(sums)
 
 
 class Distillation(nn.Module):
@@ -117,7 +78,7 @@ class Distillation(nn.Module):
         super().__init__()
         data, k, self.learn_temperature = loader.dataset, config["teacher_cache"], config["learn_temperature"]
         if model.loss_fn is not linear_cross_entropy:
-            fail(f"--teacher={config['teacher']}: its loss, DistillLoss, would replace the one in model.loss_fn")
+            fail(f"--teacher={config['teacher']}: its loss, distill_loss, would replace the one in model.loss_fn")
         if k >= model.config.vocab_size:
             fail(f"--teacher_cache={k}: expected less than the vocabulary, {model.config.vocab_size}")
         if self.learn_temperature and config.get("fsdp"):
@@ -167,9 +128,9 @@ class Distillation(nn.Module):
         linear_cross_entropy. A live teacher: its hidden states (B, T, C_t) and teacher_head (V, C_t). A cached one:
         rows of the cache (B, T, 2 k + 1), and no teacher_head.
         """
-        loss, sums = DistillLoss.apply(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
-                                       self.teacher_weight, teacher.flatten(0, 1), teacher_head)
-        self.sums.add_(sums.detach())
+        loss, sums = distill_loss(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
+                                  self.teacher_weight, teacher.flatten(0, 1), teacher_head)
+        self.sums.add_(sums)
         return loss
 
     def metrics(self):
@@ -188,7 +149,7 @@ class Distillation(nn.Module):
 
 def load_teacher(loader, config, dtype, options, vocab_size):
     """
-    Returns a function from a batch to what DistillLoss needs of the teacher, and a digest of the teacher. vocab_size:
+    Returns a function from a batch to what distill_chunk needs of the teacher, and a digest of the teacher. vocab_size:
     the student's; a teacher's further ids are padding, and are left out.
     """
     data, device = loader.dataset, loader.device
@@ -240,7 +201,7 @@ def encode_top_k(log_probs, k):
     probability evenly. With more than 2^16 ids int32, and the bits of float32.
     """
     top, ids = log_probs.topk(k)
-    others = row_lse(log_probs.scatter(-1, ids, -math.inf)) - math.log(log_probs.size(-1) - k)
+    others = log_probs.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True) - math.log(log_probs.size(-1) - k)
     dtype = torch.int32 if log_probs.size(-1) > 2 ** 16 else torch.int16
     return torch.hstack((ids.to(dtype), torch.hstack((top, others)).to(FLOATS[dtype]).view(dtype)))
 

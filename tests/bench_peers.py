@@ -9,6 +9,10 @@ memory of each. Run by hand, with the peers in their own environments (litgpt ne
     python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 litgpt==0.5.13 filelock
     python tests/bench_peers.py --peer=litgpt --python=litgpt/bin/python --data_dir=data/fineweb-edu
 
+
+With trl, --losses=True compares losses instead of times: 20 steps in float32, each on the same 16 conversations, not
+packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
+
 The checkpoint is exported, and each contestant starts from the export, except litgpt, which takes its sizes. With trl
 both pack conversations and train on the answers; a token counts if it has a target. Peers run in bfloat16, as ours do
 where --dtype=auto picks it. Compiled, SFTTrainer pads its batches to one length: it would compile each length anew.
@@ -79,19 +83,24 @@ def train_with_trainer():
             return batch
         return collate_and_count
 
+    if losses:
+        common |= dict(bf16=False, logging_steps=1, adam_beta2=0.95, weight_decay=0.0, lr_scheduler_type="constant")
     if data:
         from peft import LoraConfig
         from trl import SFTConfig, SFTTrainer
         conversations = Dataset.from_list([json.loads(line) for line in open(data)]).select_columns("messages")
         trainer = SFTTrainer(
-            model, SFTConfig(**common, packing=True, assistant_only_loss=True, max_length=max_seq_len,
+            model, SFTConfig(**common, packing=not losses, assistant_only_loss=True, max_length=max_seq_len,
                              pad_to_multiple_of=batch_size * max_seq_len if compiled else None),
             train_dataset=conversations, processing_class=AutoTokenizer.from_pretrained(model), callbacks=[Clock()],
-            peft_config=LoraConfig(r=lora_rank, target_modules="all-linear") if lora_rank else None)
+            peft_config=LoraConfig(r=lora_rank, lora_alpha=32, target_modules="all-linear") if lora_rank else None)
     else:
         rows = [{"input_ids": row, "labels": row} for row in rows_of_shard()[:, :-1]]
-        trainer = Trainer(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), TrainingArguments(**common),
-                          train_dataset=rows, callbacks=[Clock()])
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        trainer = Trainer(loaded, TrainingArguments(**common), train_dataset=rows, callbacks=[Clock()])
+    if losses:
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
     trainer.data_collator = count(trainer.data_collator)
     start = time.perf_counter()
     trainer.train()
@@ -108,9 +117,9 @@ def train_with_litgpt():
     fabric = lightning.Fabric(devices=1, precision="bf16-mixed")
     gpt = GPT(Config(name="forkgpt", block_size=max_seq_len, padded_vocab_size=c["vocab_size"],
                      n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"], n_embd=c["hidden_size"],
-                     n_query_groups=c["num_key_value_heads"], rotary_percentage=1.0, parallel_residual=False, bias=False,
-                     norm_class_name="RMSNorm", norm_qk=c["model_type"] == "qwen3", mlp_class_name="LLaMAMLP",
-                     intermediate_size=c["intermediate_size"]))
+                     n_query_groups=c["num_key_value_heads"], rotary_percentage=1.0, parallel_residual=False,
+                     bias=False, norm_class_name="RMSNorm", norm_qk=c["model_type"] == "qwen3",
+                     mlp_class_name="LLaMAMLP", intermediate_size=c["intermediate_size"]))
     gpt = fabric.setup(torch.compile(gpt, disable=not compiled))
     optimizer = torch.optim.AdamW(gpt.parameters(), 1e-4, weight_decay=0.1, fused=fabric.device.type == "cuda")
     optimizer, measured = fabric.setup_optimizers(optimizer), []
@@ -124,6 +133,23 @@ def train_with_litgpt():
         loss.item()  # waits for the device
         measured.append((batch[:, 1:].numel(), time.perf_counter() - start))
     return measured
+
+
+def compare_losses(model, folder):
+    """Prints the losses of 20 steps here and of SFTTrainer, on conversations that make up one batch."""
+    global data, batch_size, steps
+    lines = Path(data).read_text().splitlines()[:16]
+    data, batch_size, steps = f"{folder}/chats.jsonl", len(lines), 20
+    Path(data).write_text("\n".join(lines))
+    from bench_chat import run_loop
+    log, _ = run_loop("chat_sft.py", [
+        f"--init_from={model}", f"--data={data}", f"--val_data={data}", f"--chat_dir={folder}/rows", "--pack=False",
+        f"--batch_size={batch_size}", "--gradient_accumulation_steps=1", f"--max_seq_len={max_seq_len}",
+        f"--lora_rank={lora_rank}", "--max_iters=20", "--eval_iters=1", "--learning_rate=1e-4", "--warmup_iters=0",
+        "--lr_schedule=constant", "--dtype=float32", "--compile=False"], f"{folder}/run")
+    theirs, _ = run_peer(model, folder, False)
+    for line, loss in zip(log, theirs, strict=True):
+        print(f"step {line['iter']:2}: {line['train_loss']:.6f} {loss:.6f} {line['train_loss'] - loss:+.1e}")
 
 
 def peak_memory():
@@ -145,6 +171,7 @@ if __name__ == "__main__":
     batch_size: Positive = 4
     max_seq_len: Positive = 512
     compiled: bool = True  # besides uncompiled
+    losses: bool = False  # trl: compare losses instead
     model: str | None = None  # used by this script itself
     config, _ = configure(globals())
     if model:
@@ -158,6 +185,9 @@ if __name__ == "__main__":
         export = f"{folder}/model"
         subprocess.run([sys.executable, ROOT / "export_hf.py", f"--checkpoint={checkpoint}", f"--out_dir={export}"],
                        check=True, stdout=sys.stderr)
+        if losses:
+            compare_losses(export, folder)
+            raise SystemExit
         for _ in range(rounds):
             for name, run in (("here", run_ours), (peer, run_peer)):
                 for compile_it in (False, True) if compiled else (False,):

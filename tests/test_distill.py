@@ -13,7 +13,7 @@ from chat_data import packed_mask_and_positions
 from conftest import TINY, chats, check_same_run, load, read_log, refused, run, same
 from dataloader import BatchLoader, TokenDataset
 from extras import distill
-from extras.distill import DistillLoss, Distillation, TeacherCache, encode_top_k
+from extras.distill import Distillation, TeacherCache, distill_loss, encode_top_k
 from model import GPT, GPTConfig, IGNORE
 
 N, C, V = 21, 12, 40  # in chunks of 8, the last one not full
@@ -66,10 +66,10 @@ def check(ours, expected, params):
 def test_chunks_equal_the_formula_with_all_gradients(T, w):
     params, targets, (hidden, head) = inputs(T)
     t = hidden @ head.t()
-    check(DistillLoss.apply(*params, targets, w, hidden, head), formula(*params, targets, w, t), params)
+    check(distill_loss(*params, targets, w, hidden, head), formula(*params, targets, w, t), params)
     for k in (1, 5, V - 1):
         row = encode_top_k(t.log_softmax(-1), k)
-        check(DistillLoss.apply(*params, targets, w, row, None), formula(*params, targets, w, cached_logits(t, k)),
+        check(distill_loss(*params, targets, w, row, None), formula(*params, targets, w, cached_logits(t, k)),
               params)
 
 
@@ -77,17 +77,17 @@ def test_compiled_with_a_cached_teacher_it_equals_the_formula():
     """Live teachers are compiled in the runs below; each chunk is compiled by itself, so one is enough."""
     params, targets, (hidden, head) = inputs(2.0, n=8)
     t = hidden @ head.t()
-    loss = torch.compile(lambda *args: DistillLoss.apply(*args), fullgraph=True, dynamic=False)
+    loss = torch.compile(distill_loss, fullgraph=True, dynamic=False)
     check(loss(*params, targets, 0.5, encode_top_k(t.log_softmax(-1), 5), None),
           formula(*params, targets, 0.5, cached_logits(t, 5)), params)
 
 
 def test_a_frozen_head_and_a_fixed_temperature_get_no_gradient_and_the_rest_gets_the_same():
     params, targets, teacher = inputs(2.0)
-    whole = torch.autograd.grad(DistillLoss.apply(*params, targets, 0.5, *teacher)[0], params)
+    whole = torch.autograd.grad(distill_loss(*params, targets, 0.5, *teacher)[0], params)
     for fixed in (1, 2):
         some = [p.detach() if i == fixed else p for i, p in enumerate(params)]
-        loss, _ = DistillLoss.apply(*some, targets, 0.5, *teacher)
+        loss, _ = distill_loss(*some, targets, 0.5, *teacher)
         assert same(torch.autograd.grad(loss, [params[0], params[3 - fixed]]), [whole[0], whole[3 - fixed]])
 
 
@@ -99,7 +99,7 @@ def test_large_ids_and_a_teacher_that_is_sure(vocab_size):
     row = encode_top_k(t.log_softmax(-1), 2)
     assert row[0, -1] != 0 and row.dtype == (torch.int16 if vocab_size <= 2 ** 16 else torch.int32)
     x, weight, target = torch.ones(1, 3), 0.01 * torch.randn(vocab_size, 3), torch.tensor([likeliest])
-    loss, _ = DistillLoss.apply(x, weight, torch.tensor(1.0), target, 1.0, row, None)
+    loss, _ = distill_loss(x, weight, torch.tensor(1.0), target, 1.0, row, None)
     assert loss.item() == pytest.approx(F.cross_entropy(x @ weight.t(), target).item(), rel=1e-5)
 
 
