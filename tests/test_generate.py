@@ -130,8 +130,7 @@ def test_compiled_decoding_equals_uncompiled_and_compiles_once(variant, device, 
     pytest.param("cpu", "gpt2_mla", [0], marks=pytest.mark.slow),
     *[pytest.param(GPU, variant, [0, 1], marks=needs_gpu) for variant in ("gpt2", "qwen3", "llama_mla")]])
 def test_a_compiled_row_in_bfloat16_has_the_logits_of_the_whole_row_uncompiled(device, variant, seeds):
-    """One row's matrix products are compiled in another way than those of more. The second model on a GPU must not
-    have the graphs or the cache of the first."""
+    """The second model on a GPU must not have the graphs or the cache of the first."""
     for seed in seeds:
         torch.compiler.reset()
         gpt, idx = new_gpt(variant, seed, n_layer=1 if device == "cpu" else 3).eval().to(device), tokens(1).to(device)
@@ -144,7 +143,6 @@ def test_a_compiled_row_in_bfloat16_has_the_logits_of_the_whole_row_uncompiled(d
         assert cache[0][0].dtype == gpt.lm_head.weight.dtype == torch.bfloat16
         assert gpt.transformer.wte.weight.dtype == torch.float32
         assert (torch.cat(logits, 1) - expected).abs().max() < 0.02 * expected.abs().max()
-    assert torch.backends.mkldnn.enabled and not torch._inductor.config.freezing
 
 
 # -----------------------------------------------------------------------------
