@@ -3,8 +3,8 @@ Conversations -> packed or padded rows.
 
 A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
 last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16, or uint32 for a large
-vocabulary. Two targets are no ids: the largest number means no loss, and the one below it (text_start) no loss and the
-beginning of a text. Each position of padding counts as a text.
+vocabulary. Two target values are not ids: the largest means no loss; the one below it (text_start), no loss and the
+start of a text. Each position of padding counts as a text.
 
 The datasets library tokenizes each source once and keeps it on disk. Mixing and packing run again at every start.
 """
@@ -24,7 +24,7 @@ from distributed import rank
 from model import IGNORE
 from tokenizer import decode_chat, render_chat, sanitize, token_dtype
 
-VERSION = 3  # raise it whenever tokenize_source yields something else, and all sources are tokenized again
+VERSION = 3  # raise it when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds
 
 
@@ -197,7 +197,7 @@ def best_fit(pairs, max_seq_len):
 
 
 def fill_rows(pairs, max_seq_len, pack, eot):
-    """Pairs (2, n) -> rows (rows, 2, max_seq_len), of as many whole pairs as fit, or of one. eot pads the inputs."""
+    """Pairs (2, n) -> rows (rows, 2, max_seq_len), each of one pair or, packed, as many as fit. eot pads inputs."""
     groups = best_fit(pairs, max_seq_len) if pack else [[pair] for pair in pairs]
     np.random.default_rng(len(groups)).shuffle(groups)  # the longest come first, and validation may read only some
     rows = np.full((len(groups), 2, max_seq_len), eot, pairs[0].dtype)

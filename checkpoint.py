@@ -251,7 +251,7 @@ class Checkpointer:
             base = self.out_dir / BASE
             if "lora" in entries and os.path.isfile(entries["lora"]["absolute"]) and not base.exists():
                 link(os.path.realpath(entries["lora"]["absolute"]), base)  # of the file, if that is a symbolic link
-                load_base({**entries, "path": base})  # or exits: the base was trained on since this run has read it
+                load_base({**entries, "path": base})  # or exits: the base has been retrained since this run read it
             self.saved_iter, self.keep_previous = iter_num, True
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
             self.facts["best_val_loss"] = best_before

@@ -14,10 +14,10 @@ Each line of a local file is a row as on the hub:
 
 Every task is zero-shot. HellaSwag and ARC use the prompts and scores of EleutherAI's lm-evaluation-harness, after an
 <|endoftext|>. MMLU compares the texts of the choices, like the harness's mmlu_continuation, without naming the
-subject. GSM8K takes the number after ####, or else the last number of the answer; so do tasks of any other name, for
-which the prompt is the question as it stands. Scores do not depend on the batch size or the number of ranks. The
-default is float32, because in a coarser dtype the padding of a batch can decide between two choices that are nearly
-tied.
+subject; a chat model answers with a letter. GSM8K takes the number after ####, or else the last number of the answer;
+so do tasks of any other name, for which the prompt is the question as it stands. Scores do not depend on the batch
+size or the number of ranks. The default is float32, because in a coarser dtype the padding of a batch can decide
+between two choices that are nearly tied.
 """
 import json
 import math

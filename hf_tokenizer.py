@@ -122,9 +122,9 @@ class HFTokenizer:
     def render_chat(self, messages, prompt=False):
         """
         tokenizer.render_chat by the model's template. Its ids are those of transformers, unless a message spells a
-        special token, which is text here. Trained is what follows the prompt for an answer, up to the special token
-        that ends it. Raises ValueError if the template refuses the messages or changes more than white space at their
-        ends and thoughts.
+        special token, which is text here. The loss covers what follows the prompt for an answer, up to the special
+        token that ends it. Raises ValueError if the template refuses the messages, or changes more of them than their
+        thoughts and the white space around them.
         """
         # the same without the special tokens that messages spell, so that those of the template can be found
         hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
@@ -164,7 +164,7 @@ class HFTokenizer:
         return self.encode_pieces(text, outline)
 
     def encode_pieces(self, text, outline):
-        """The same, with special tokens only where they stand in the outline."""
+        """As encode_template, with special tokens only where they stand in the outline."""
         special = [found.span() for found in self.special_token.finditer(outline)]
         ids, offsets = [], []
         for begins, ends in pairwise([0, *chain(*special), len(text)]):  # in turn text and a special token

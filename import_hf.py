@@ -195,8 +195,8 @@ def load_hf(path):
 
 def read_tokenizer(folder, vocab_size):
     """
-    The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids are theirs, or if only its size says so, else its
-    own. Raises an exception of any kind if it has none.
+    The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids match, or by the size of the vocabulary if there is
+    no tokenizer.json; else its own. Raises an exception of any kind if it has none.
     """
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
     ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None

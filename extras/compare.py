@@ -4,7 +4,7 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
     python extras/compare.py --runs='--muon_lr=0.02;--muon_lr=0.04' --seeds=3 --args=config/quickstart.py
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
-Each run has a folder in out_dir, named by its settings, and when it has ended a result.json in it. After an
+Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
 interruption, the same command resumes the unfinished run and repeats none of the finished ones. (So give a model to
 start from as auto:PATH.)
 """

@@ -63,7 +63,7 @@ class ShardedOptimizer:
 
     def state_dict(self):
         named = {"state": {}, "param_groups": []}
-        if self.optimizer.state:  # before the first step torch would take one, to have a state, and count it
+        if self.optimizer.state:  # before the first step torch would take (and count) one to create the state
             named = get_optimizer_state_dict(self.model, self.optimizer, options=StateDictOptions(**WHOLE))
         if dist.get_rank() > 0:
             return {}
