@@ -62,9 +62,11 @@ def build_hf_model(model, tokenizer, chat):
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
-            **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0], pad_token_id=eot))
+            **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0]))
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
+    # not of the model's own config, where it would keep transformers from training this token's embedding
+    hf_model.generation_config.pad_token_id = eot
     # ids that the model was never trained to write
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
     hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]

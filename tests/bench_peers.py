@@ -10,8 +10,8 @@ memory of each. Run by hand, with the peers in their own environments (litgpt ne
     python tests/bench_peers.py --peer=litgpt --python=litgpt/bin/python --data_dir=data/fineweb-edu
 
 
-With trl, --losses=True compares losses instead of times: 20 steps in float32, each on the same 16 conversations, not
-packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
+With trl, --losses=True compares losses instead of times: 20 steps in float32, each on the 16 shortest conversations,
+not packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
 
 The checkpoint is exported, and each contestant starts from the export, except litgpt, which takes its sizes. With trl
 both pack conversations and train on the answers; a token counts if it has a target. Peers run in bfloat16, as ours do
@@ -138,9 +138,9 @@ def train_with_litgpt():
 def compare_losses(model, folder):
     """Prints the losses of 20 steps here and of SFTTrainer, on conversations that make up one batch."""
     global data, batch_size, steps
-    lines = Path(data).read_text().splitlines()[:16]
+    lines = sorted(open(data), key=len)[:16]
     data, batch_size, steps = f"{folder}/chats.jsonl", len(lines), 20
-    Path(data).write_text("\n".join(lines))
+    Path(data).write_text("".join(lines))
     from bench_chat import run_loop
     log, _ = run_loop("chat_sft.py", [
         f"--init_from={model}", f"--data={data}", f"--val_data={data}", f"--chat_dir={folder}/rows", "--pack=False",

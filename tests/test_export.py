@@ -76,6 +76,8 @@ def test_transformers_has_the_same_logits_and_greedy_text(exported):
     prompt = tokens(1, 20, seed=3) % 256
     ours = [token for token, in generate(gpt, [prompt[0].tolist()], 32, temperature=0, n_vocab=261)]
     assert theirs.generation_config.eos_token_id == [260, 256]  # <|end|>, <|endoftext|>
+    # the row of a padding_idx gets no gradient, and each text begins with this token
+    assert theirs.generation_config.pad_token_id == 256 and theirs.get_input_embeddings().padding_idx is None
     theirs.generation_config.eos_token_id = None
     assert theirs.generate(prompt, max_new_tokens=32, do_sample=False)[0, 20:].tolist() == ours
 
