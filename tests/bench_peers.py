@@ -10,11 +10,14 @@ memory of each. Run by hand, with the peers in their own environments (litgpt ne
     python tests/bench_peers.py --peer=litgpt --python=litgpt/bin/python --data_dir=data/fineweb-edu
 
 
+In docs/benchmarks.md the checkpoints are those of train_gpt2.py --arch=llama --qk_norm=True --n_layer=6 --n_head=6
+--n_embd=384 --max_seq_len=512 --warmup_iters=0 --max_iters=3, and of chat_sft.py from there with --max_iters=3.
+
 With trl, --losses=True compares losses instead of times: 20 steps in float32, each on the 16 shortest conversations,
 not packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
 
 The checkpoint is exported, and each contestant starts from the export, except litgpt, which takes its sizes. With trl
-both pack conversations and train on the answers; a token counts if it has a target. Peers run in bfloat16, as ours do
+both pack conversations and train on the answers; a token counts if it is not padding. Peers run in bfloat16, as ours do
 where --dtype=auto picks it. Compiled, SFTTrainer pads its batches to one length: it would compile each length anew.
 """
 import json
