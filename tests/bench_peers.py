@@ -9,7 +9,6 @@ memory of each. Run by hand, with the peers in their own environments (litgpt ne
     python3 -m venv litgpt && litgpt/bin/pip install torch==2.13.0 litgpt==0.5.13 filelock
     python tests/bench_peers.py --peer=litgpt --python=litgpt/bin/python --data_dir=data/fineweb-edu
 
-
 In docs/benchmarks.md the checkpoints are those of train_gpt2.py --arch=llama --qk_norm=True --n_layer=6 --n_head=6
 --n_embd=384 --max_seq_len=512 --warmup_iters=0 --max_iters=3, and of chat_sft.py from there with --max_iters=3.
 
