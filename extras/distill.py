@@ -11,7 +11,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from tqdm import tqdm
 
 from checkpoint import check_tokenizer, digest_weights, load_model
@@ -48,19 +47,35 @@ def distill_chunk(x, weight, T, targets, w, teacher, teacher_head):
     log_p = t / T - (t / T + log_count).logsumexp(-1, keepdim=True)
     kl = (((log_p + log_count).exp() * (log_p - log_q)).sum(-1) * valid).sum()
     agreements = ((logits.argmax(-1) == ids[:, 0]) & valid).sum()  # with the likeliest
-    return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, agreements, valid.sum())).detach()
+    return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, agreements, valid.sum()))
 
 
-def distill_loss(x, weight, T, targets, w, teacher, teacher_head):
+class DistillLoss(torch.autograd.Function):
     """
-    distill_chunk of LOSS_CHUNK positions at a time. Backward computes each chunk again, so neither model's full logits
-    ever exist.
+    distill_chunk of LOSS_CHUNK positions at a time, with its gradients, which torch derives: as in model.py's
+    LinearCrossEntropy they are computed in forward, so neither model's full logits ever exist.
     """
-    chunks = zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), teacher.split(LOSS_CHUNK))
-    losses, sums = zip(*[recompute_in_backward(distill_chunk, xc, weight, T, tc, w, teacher_c, teacher_head,
-                                               use_reentrant=False, preserve_rng_state=False)
-                         for xc, tc, teacher_c in chunks])
-    return sum(losses), sum(sums)
+
+    @staticmethod
+    def forward(ctx, x, weight, T, targets, w, teacher, teacher_head):
+        learned = (0, *(i for i in (1, 2) if ctx.needs_input_grad[i]))  # not a frozen head or a fixed temperature
+        chunk_gradients = torch.func.grad_and_value(distill_chunk, learned, has_aux=True)
+        loss, sums, dx, others = 0.0, 0.0, [], [0.0, 0.0]
+        for xc, tc, teacher_c in zip(x.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), teacher.split(LOSS_CHUNK)):
+            (dxc, *new), (chunk_loss, chunk_sums) = chunk_gradients(xc, weight, T, tc, w, teacher_c, teacher_head)
+            loss, sums, others = loss + chunk_loss, sums + chunk_sums, [a + b for a, b in zip(others, new)]
+            dx.append(dxc)
+        ctx.learned = learned
+        ctx.save_for_backward(torch.cat(dx), *others)
+        return loss, sums
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        gradients = dict(zip(ctx.learned, ctx.saved_tensors))
+        return *(gradients[i] * grad_loss if i in gradients else None for i in range(3)), None, None, None, None
+
+
+distill_loss = DistillLoss.apply
 
 
 class Distillation(nn.Module):
@@ -130,7 +145,7 @@ class Distillation(nn.Module):
         """
         loss, sums = distill_loss(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
                                   self.teacher_weight, teacher.flatten(0, 1), teacher_head)
-        self.sums.add_(sums)
+        self.sums.add_(sums.detach())
         return loss
 
     def metrics(self):
