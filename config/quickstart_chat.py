@@ -8,6 +8,6 @@ data = "data/python/chat.jsonl"
 batch_size = 8
 gradient_accumulation_steps = 1
 learning_rate = 6e-3
-max_iters = 483  # two thirds of an epoch
+epochs = 0.704  # 483 steps
 eval_interval = 200
 eval_iters = 16
