@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,13 +113,15 @@ def draw_runs():
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     ax, points = figure.subplots(), []
     for log in sorted(Path(out_dir).glob("*/log.jsonl")):
-        seconds = 0.0
-        for entry in map(json.loads, log.open()):
-            seconds = entry.get("seconds", seconds)
-            if "val_loss" in entry:
-                points.append((log.parent.name, entry["iter"], entry["tokens"], round(seconds, 3), entry["val_loss"]))
-        steps = [(point[3], point[4]) for point in points if point[0] == log.parent.name]
-        ax.plot(*zip(*steps[1:]), ".-", label=log.parent.name)  # without the loss before the first step
+        entries = [json.loads(line) for line in log.open()]
+        timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
+        steps = [entry for entry in entries if "val_loss" in entry]
+        # log_interval may leave no time at the step of an evaluation
+        seconds = np.interp([entry["iter"] for entry in steps], *zip(*timed)).round(3).tolist()
+        losses = [entry["val_loss"] for entry in steps]
+        points += [(log.parent.name, entry["iter"], entry["tokens"], second, loss)
+                   for entry, second, loss in zip(steps, seconds, losses)]
+        ax.plot(seconds[1:], losses[1:], ".-", label=log.parent.name)  # without the loss before the first step
     ax.set(xlabel="seconds of training", ylabel="validation loss (nats per token)")
     ax.grid(alpha=0.3)
     ax.legend()

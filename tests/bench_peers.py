@@ -12,15 +12,18 @@ memory of each. Run by hand, with the peers in their own environments (litgpt ne
 In docs/benchmarks.md the checkpoints are those of train_gpt2.py --arch=llama --qk_norm=True --n_layer=6 --n_head=6
 --n_embd=384 --max_seq_len=512 --warmup_iters=0 --max_iters=3, and of chat_sft.py from there with --max_iters=3.
 
-With trl, --losses=True compares losses instead of times: 20 steps in float32, each on the 16 shortest conversations,
-not packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
+With trl, --val_data=held-out.jsonl prints the loss on these conversations after each run, too, measured by chat_sft.py
+for both: SFTTrainer's model goes back through its folder. And --losses=True compares losses instead of times: 20 steps in float32, each
+on the 16 shortest conversations, not packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
 
 The checkpoint is exported, and each contestant starts from the export, except litgpt, which takes its sizes. With trl
 both pack conversations and train on the answers; a token counts if it is not padding. Peers run in bfloat16, as ours do
 where --dtype=auto picks it. Compiled, SFTTrainer pads its batches to one length: it would compile each length anew.
 """
 import json
+import math
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +34,7 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from configurator import NonNegative, Positive, configure, fail  # noqa: E402
+from configurator import NonNegative, NonNegativeFloat, Positive, configure, fail  # noqa: E402
 
 
 def run_ours(model, out_dir, compiled):
@@ -42,7 +45,7 @@ def run_ours(model, out_dir, compiled):
     log, _ = run_loop(script, [
         *flags, f"--init_from={model}", f"--max_iters={steps}", f"--batch_size={batch_size}",
         f"--max_seq_len={max_seq_len}", f"--compile={compiled}", "--overwrite=True", "--gradient_accumulation_steps=1",
-        "--warmup_iters=0", "--learning_rate=1e-4", "--min_lr=0", "--lr_schedule=cosine", "--eval_iters=1"], out_dir)
+        "--warmup_iters=0", f"--learning_rate={learning_rate}", "--min_lr=0", "--lr_schedule=cosine", "--eval_iters=1"], out_dir)
     return [(line["tok_per_sec"] * line["ms"] / 1000, line["ms"] / 1000) for line in log], log[-1]["peak_mem_mb"]
 
 
@@ -71,7 +74,7 @@ def train_with_trainer():
     tokens, ends = [], []
     common = dict(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=batch_size, max_steps=steps, bf16=True,
                   use_cpu=not torch.cuda.is_available(), torch_compile=compiled, gradient_checkpointing=False,
-                  learning_rate=1e-4, lr_scheduler_type="cosine", weight_decay=0.1,
+                  learning_rate=learning_rate, lr_scheduler_type="cosine", weight_decay=0.1,
                   save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=steps)
 
     class Clock(TrainerCallback):
@@ -106,6 +109,10 @@ def train_with_trainer():
     trainer.data_collator = count(trainer.data_collator)
     start = time.perf_counter()
     trainer.train()
+    if val_data:
+        tuned = trainer.accelerator.unwrap_model(trainer.model)
+        shutil.copytree(model, f"{model}-tuned", dirs_exist_ok=True)  # for the tokenizer
+        (tuned.merge_and_unload() if lora_rank else tuned).save_pretrained(f"{model}-tuned")
     return list(zip(tokens, (b - a for a, b in zip([start, *ends], ends))))
 
 
@@ -147,11 +154,21 @@ def compare_losses(model, folder):
     log, _ = run_loop("chat_sft.py", [
         f"--init_from={model}", f"--data={data}", f"--val_data={data}", f"--chat_dir={folder}/rows", "--pack=False",
         f"--batch_size={batch_size}", "--gradient_accumulation_steps=1", f"--max_seq_len={max_seq_len}",
-        f"--lora_rank={lora_rank}", "--max_iters=20", "--eval_iters=1", "--learning_rate=1e-4", "--warmup_iters=0",
+        f"--lora_rank={lora_rank}", "--max_iters=20", "--eval_iters=1", f"--learning_rate={learning_rate}",
+        "--warmup_iters=0",
         "--lr_schedule=constant", "--dtype=float32", "--compile=False"], f"{folder}/run")
     theirs, _ = run_peer(model, folder, False)
     for line, loss in zip(log, theirs, strict=True):
         print(f"step {line['iter']:2}: {line['train_loss']:.6f} {loss:.6f} {line['train_loss'] - loss:+.1e}")
+
+
+def held_out_loss(model, folder):
+    """The mean loss of a model on the answers in val_data, in nats per token."""
+    from bench_chat import run_loop
+    run_loop("chat_sft.py", [f"--init_from={model}", f"--data={data}", f"--val_data={val_data}", "--max_iters=0",
+                             f"--chat_dir={folder}/rows", f"--max_seq_len={max_seq_len}", "--eval_iters=1000",
+                             "--compile=False", "--overwrite=True"], f"{folder}/held-out")
+    return [json.loads(line) for line in open(f"{folder}/held-out/log.jsonl")][1]["val_loss"]
 
 
 def peak_memory():
@@ -166,12 +183,14 @@ if __name__ == "__main__":
     python: str = sys.executable  # with the peer's packages
     checkpoint: str = "out"
     data: str | None = None  # trl: conversations
+    val_data: str | None = None  # trl: measure the loss on these conversations after each run
     data_dir: str | None = None  # transformers, litgpt: shards
     lora_rank: NonNegative = 0  # trl: tune adapters
     steps: Positive = 12  # the first third is not timed
     rounds: Positive = 3
     batch_size: Positive = 4
     max_seq_len: Positive = 512
+    learning_rate: NonNegativeFloat = 1e-4  # falls to zero as a cosine
     compiled: bool = True  # besides uncompiled
     losses: bool = False  # trl: compare losses instead
     model: str | None = None  # used by this script itself
@@ -196,7 +215,10 @@ if __name__ == "__main__":
                     steps_run, memory = run(export, f"{folder}/run", compile_it)
                     timed = steps_run[steps // 3:]
                     speed = sum(n for n, _ in timed) / sum(seconds for _, seconds in timed)
-                    results.setdefault((name, compile_it), []).append((speed, memory))
+                    tuned = f"{folder}/run/ckpt.pt" if name == "here" else f"{export}-tuned"
+                    loss = held_out_loss(tuned, folder) if val_data else math.nan
+                    results.setdefault((name, compile_it), []).append((speed, memory, loss))
     for (name, compile_it), values in results.items():
-        speed, memory = map(statistics.median, zip(*values))
-        print(f"{name:12}, {'compiled' if compile_it else 'uncompiled':<10} {speed:8,.0f} tokens/s {memory:8,.0f} MiB")
+        speed, memory, loss = map(statistics.median, zip(*values))
+        print(f"{name:12}, {'compiled' if compile_it else 'uncompiled':<10} {speed:8,.0f} tokens/s {memory:8,.0f} MiB"
+              + (f", held-out loss {loss:.4f}" if val_data else ""))
