@@ -13,8 +13,10 @@ In docs/benchmarks.md the checkpoints are those of train_gpt2.py --arch=llama --
 --n_embd=384 --max_seq_len=512 --warmup_iters=0 --max_iters=3, and of chat_sft.py from there with --max_iters=3.
 
 With trl, --val_data=held-out.jsonl prints the loss on these conversations after each run, too, measured by chat_sft.py
-for both: SFTTrainer's model goes back through its folder. And --losses=True compares losses instead of times: 20 steps in float32, each
-on the 16 shortest conversations, not packed. The chat template must have generation marks, as ours has, or be one that TRL knows.
+for both: SFTTrainer's model goes back through its folder. And --losses=True compares losses instead of times: 20 steps
+in float32, each on the 16 shortest conversations, not packed. --checkpoint may be a Hugging Face folder. Its chat
+template must have generation marks, as ours has, or be one that TRL knows, as Llama 3's is. (In its version of Qwen3's,
+TRL trains on the newline after each answer, too.) No conversation may be longer than a row: TRL cuts it off anywhere.
 
 The checkpoint is exported, and each contestant starts from the export, except litgpt, which takes its sizes. With trl
 both pack conversations and train on the answers; a token counts if it is not padding. Peers run in bfloat16, as ours do

@@ -97,7 +97,6 @@ def test_conversations_have_transformers_ids_and_the_answers_are_trained_on(fami
             expected = reference(text, add_special_tokens=False)["input_ids"]
             ids, trained = render_chat(tokenizer, messages, prompt)
             assert ids == expected
-        learned = "".join(decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]))
         ids, trained = render_chat(tokenizer, talk)
         learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
         answers = [message["content"] for message in talk if message["role"] == "assistant"]
