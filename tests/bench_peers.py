@@ -48,7 +48,7 @@ def run_ours(model, out_dir, compiled):
         *flags, f"--init_from={model}", f"--max_iters={steps}", f"--batch_size={batch_size}",
         f"--max_seq_len={max_seq_len}", f"--compile={compiled}", "--overwrite=True", "--gradient_accumulation_steps=1",
         "--warmup_iters=0", f"--learning_rate={learning_rate}", "--min_lr=0", "--lr_schedule=cosine",
-        "--eval_iters=1"], out_dir)
+        "--eval_iters=1", "--weight_decay=0.1", "--beta2=0.999"], out_dir)
     return [(line["tok_per_sec"] * line["ms"] / 1000, line["ms"] / 1000) for line in log], log[-1]["peak_mem_mb"]
 
 
