@@ -1,8 +1,8 @@
 """
-How fast is this machine? Times steps of train_gpt2.py, beside a checkout of nanoGPT if you have one.
+How fast is this machine? Times steps of train_gpt2.py, against a checkout of nanoGPT if you have one.
 
     python bench.py                                              # GPT-2 124M; on a CPU 6 layers of 384, rows of 256
-    python bench.py --nanogpt=../nanoGPT                         # in turns with nanoGPT's train.py at the same sizes
+    python bench.py --nanogpt=../nanoGPT                         # alternating with nanoGPT at the same sizes
     python bench.py --flags='--arch=llama --attention=mla'       # any flags of train_gpt2.py
     python bench.py --profile=True                               # where does a step spend its time? trace.json
 
@@ -23,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
-# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+# before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import Positive, configure, fail
 
 import numpy as np
@@ -77,7 +77,7 @@ def profile_steps(argv, steps):
 
 if __name__ == "__main__":
     flags: str = ""  # of train_gpt2.py; the model's size goes to nanoGPT, too
-    steps: Positive = 15  # in a round, besides the first
+    steps: Positive = 15  # timed per round, after the first
     rounds: Positive = 3
     nanogpt: str = ""  # folder of a checkout of nanoGPT
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
@@ -94,7 +94,7 @@ if __name__ == "__main__":
     print(", ".join(f"{key} {value}" for key, value in describe_machine(torch_device).items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # the first round compiles everything
-        # random tokens, as shards of ours and as nanoGPT's train.bin and val.bin
+        # random tokens, as our shards and as nanoGPT's train.bin and val.bin
         tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype="<u2").tobytes()
         Path(folder, "data").mkdir()
         for split in ("train", "val"):

@@ -24,7 +24,7 @@ from distributed import rank
 from model import IGNORE
 from tokenizer import decode_chat, render_chat, sanitize, token_dtype
 
-VERSION = 3  # raise it when tokenize_source's output changes: all sources are tokenized again
+VERSION = 3  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds
 
 
@@ -43,7 +43,7 @@ def parse_mixture(text):
 def read_rows(source):
     """
     Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one
-    JSON list of objects; or a data set of the Hugging Face hub, as owner/name or owner/name/config (its split train).
+    JSON list of objects; or a data set on the Hugging Face hub, as owner/name or owner/name/config (its split train).
     """
     if os.path.exists(source):
         with open(source, "rb") as file:
@@ -130,7 +130,7 @@ def tokenize_source(source, digest, tokenizer, max_seq_len, version):
         pair = b""
         try:
             pair, note = tokenize_conversation(tokenizer, to_messages(row), max_seq_len)
-        except Exception as error:  # a plain ValueError is ours, or tiktoken's about a million consecutive spaces
+        except Exception as error:  # ValueError: ours, or tiktoken's if there are a million consecutive spaces
             note = f"skipped: {error}" if type(error) is ValueError else f"error: {format_error(error)}"
         yield {"pair": bytes(pair), "digest": hashlib.sha256(pair).digest(), "note": note, "where": where}
         if note.startswith("error: "):  # all ranks will read this and fail, and the first one prints it
@@ -151,7 +151,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     import datasets  # takes a second
     datasets.disable_progress_bars()  # ours names the source
     try:
-        digest = None  # of a hub data set, which the library keeps anyway
+        digest = None  # for a hub data set, which the library keeps anyway
         if source.endswith(".jsonl") or os.path.exists(source):
             with open(source, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -170,7 +170,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
                 pair = np.frombuffer(row["pair"], token_dtype(tokenizer)).reshape(2, -1)
                 yield digest_rows(pair, tokenizer.eot_token).digest(), pair
     except Exception as error:
-        cause = error.__cause__  # of a failure while this process, and no other, tokenized
+        cause = error.__cause__  # set if it failed while this process was tokenizing
         fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
              f"expected .json or .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as SOURCE "
              f"or SOURCE:WEIGHT, where a decimal WEIGHT sets the passes over it in an epoch; if {chat_dir}/generator "
@@ -262,7 +262,7 @@ class ChatDataset:
         return int(trained.sum()), int(trained.size - padding.sum())
 
     def format_row(self, i):
-        """Row i as text: its tokens divided by |, [those that are trained on] in brackets."""
+        """Row i as text: its tokens separated by |, [those that are trained on] in brackets."""
         length = self.count_targets([i])[1]
         idx, targets = self.rows[i, :, :length].tolist()
         text = ""
@@ -282,15 +282,15 @@ class ChatDataset:
 
 def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed):
     """
-    A mixture of conversations as two ChatDatasets, to train on and for validation, and text about them: how many rows
-    and how full, and what was truncated or skipped.
+    A mixture of conversations as two ChatDatasets, for training and validation, and a summary: how many rows, how
+    full, and what was truncated or skipped.
 
     data, val_data: see parse_mixture. Without val_data one in 50 conversations is held out, once, by digest, so that
     no copy of it is trained on. pack: as many whole conversations to a row as fit, or one. chat_dir: where the
     datasets library keeps the tokenized sources.
     """
     notes, eot = {}, tokenizer.eot_token
-    train, val = [], []  # pairs of inputs and targets, each as often as the weight of its source says
+    train, val = [], []  # pairs of inputs and targets, each repeated by its source's weight
     for mixed, weights in (train, parse_mixture(data)), (val, parse_mixture(val_data) if val_data else {}):
         loaded = [list(load_conversations(source, tokenizer, max_seq_len, chat_dir, notes)) for source in weights]
         digests = sorted(digest for part in loaded for digest, _ in part)
@@ -304,7 +304,7 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
                      f"is left; raise its weight, give more conversations, a larger --max_seq_len, or others with "
                      f"--val_data; skipped or truncated: {notes or 'none'}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
-            mixed += [kept[j] for j in np.resize(order, n)]  # repeats it
+            mixed += [kept[j] for j in np.resize(order, n)]  # repeats order
 
     rows, val_rows = (fill_rows(pairs, max_seq_len, pack, eot) for pairs in (train, val))
     fingerprint = digest_rows(rows, eot).hexdigest()

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+# before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail,
                           one_line_errors, update_settings)
 
@@ -44,7 +44,7 @@ init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | aut
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 100  # evaluate and save a checkpoint every this many steps
 eval_iters: Positive = 64  # micro-batches per evaluation, always the same
-save_interval: Positive | None = None  # save more often, without an evaluation, every this many steps
+save_interval: Positive | None = None  # also save every this many steps, without an evaluation
 eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
 log_interval: Positive = 10
@@ -55,7 +55,7 @@ tensorboard: bool = False  # log to out_dir/tensorboard
 # data
 data: str = "HuggingFaceTB/smoltalk"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
 val_data: str | None = None  # the same for validation; None: hold out one in 50 conversations
-chat_dir: str = "data/chat"  # tokenized conversations are made once and kept here
+chat_dir: str = "data/chat"  # tokenized conversations are cached here
 pack: bool = True  # as many whole conversations per row as fit; False: one
 print_batch: bool = False  # print the first micro-batch, [what is trained on] marked, and exit
 batch_size: Positive = 4  # rows per micro-batch and rank
@@ -81,13 +81,13 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100 and none of wsd's decay
+warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100, before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
 # SPAM: --optimizer=adamw_spam
 spam_interval: Positive = 500  # steps between momentum resets
-spam_warmup: NonNegative | None = None  # steps the rate rises over after a reset; None: 150, at most 0.3 spam_interval
+spam_warmup: NonNegative | None = None  # warm-up steps after each reset; None: min(150, 0.3 spam_interval)
 spam_theta: Annotated[float, 1, math.inf] = 5000.0  # an element is a spike if its square is over spam_theta times v
 # pruning
 sparsity: BelowOne = 0.0  # share of the hidden matrices' weights to prune to zero; 0 = off
@@ -97,9 +97,9 @@ prune_end: Positive | None = None  # step at which it is reached; None: three qu
 # distillation
 teacher: str | None = None  # distil from this model, a path or gpt2, ...
 teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
-teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
+teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small teacher_cache, near 1
 learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
-teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off, run it in each step
+teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off: the teacher runs every step
 shard_teacher: bool = False  # shard only the teacher over the ranks; the student stays whole
 # safety
 spike_loss: NonNegativeFloat = 0.0  # roll back if the loss is this many times its mean, e.g. 3; 0 = off
@@ -124,7 +124,7 @@ if "epochs" in overrides and "max_iters" in overrides:
 checkpoint, resuming = load_init_from(config, overrides, "chat")
 if "epochs" in overrides:
     config["max_iters"] = None
-update_settings(globals(), config, init_from)  # of the run to resume, or of the model to start from
+update_settings(globals(), config, init_from)  # from the run to resume, or the model to start from
 if not print_batch:
     check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)
@@ -239,7 +239,7 @@ while True:
         hook(iter_num)
     grad_norm = clip_grad_norm(orig_model, grad_clip)
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
-        overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # of float16: the loss scale adapts
+        overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / n_targets, grad_norm):

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from filelock import FileLock  # torch brings it
+from filelock import FileLock  # torch requires it
 
 from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
 from distributed import print0, rank
@@ -39,7 +39,7 @@ def load_checkpoint(path, merge=True):
     Load any supported checkpoint, on the CPU: a ckpt.pt of ours or nanoGPT's, or its folder (if ckpt.pt is damaged,
     the previous one is used, with a warning); a Hugging Face folder; or gpt2, gpt2-medium, ... Returns a dict with at
     least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
-    adapters of a LoRA run are merged into their base, or with merge=False come alone.
+    adapters of a LoRA run are merged into their base, or with merge=False stay separate.
     """
     from import_hf import convert_nanogpt, hub_name, load_hf  # not at the top: training does without it
     path = Path(path)
@@ -107,7 +107,7 @@ def describe_model(checkpoint):
 
 
 def digest_weights(facts, state_dict, rows=None):
-    """SHA-256 of a plain value and of weights, in float32: of each tensor the first `rows`, or all."""
+    """SHA-256 of a plain value and of weights in float32: each tensor's first `rows`, or all."""
     digest = hashlib.sha256(json.dumps(facts).encode())
     for name, tensor in sorted(state_dict.items()):
         digest.update(f"{name} torch.float32 {tuple(tensor.shape)}".encode())
@@ -173,12 +173,12 @@ def merge_adapters(checkpoint):
 
 @contextmanager
 def replacing(path):
-    """Yields the path of a new file, which replaces the one at `path` when it is written, or else is removed."""
+    """Yields the path of a new file, which replaces the one at `path` once written, or is removed on failure."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
         os.replace(temporary, path)
-    finally:  # half a file; a rename does nothing if both names are the same file already
+    finally:  # a partial file, or left by os.replace, a no-op between links to one file
         temporary.unlink(missing_ok=True)
 
 
@@ -199,7 +199,7 @@ def write_checkpoint(out_dir, checkpoint, keep_previous=True):
 
 
 def link(path, target):
-    """A second name for a checkpoint: a hard link, or a copy if the file system has none or is another one."""
+    """A second name for a checkpoint: a hard link, or a copy where no hard link is possible."""
     with replacing(target) as temporary:
         temporary.unlink(missing_ok=True)
         try:
@@ -250,7 +250,7 @@ class Checkpointer:
                 link(self.out_dir / "ckpt.pt", self.out_dir / "ckpt_best.pt")
             base = self.out_dir / BASE
             if "lora" in entries and os.path.isfile(entries["lora"]["absolute"]) and not base.exists():
-                link(os.path.realpath(entries["lora"]["absolute"]), base)  # of the file, if that is a symbolic link
+                link(os.path.realpath(entries["lora"]["absolute"]), base)  # follows a symbolic link
                 load_base({**entries, "path": base})  # or exits: the base has been retrained since this run read it
             self.saved_iter, self.keep_previous = iter_num, True
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError

@@ -34,17 +34,17 @@ def compile_options(config, device):
 
 def wrap_model(orig_model, device, options):
     """
-    Moves a model to the device, compiles it (options: of torch.compile, or None) and distributes it. Returns the one
+    Moves a model to the device, compiles it (options: for torch.compile, or None) and distributes it. Returns the one
     that trains, and the one that evaluates, without DDP. FSDP has compiled and sharded its blocks already.
     """
     if device.type == "cpu":
-        torch.use_deterministic_algorithms(True)  # or a compiled embedding's gradient is summed in any order
+        torch.use_deterministic_algorithms(True)  # else a compiled embedding's gradient is summed in any order
     if is_sharded(orig_model):
         return orig_model, orig_model
     orig_model.to(device)
     compiled = torch.compile(orig_model, **options) if options else orig_model
     if options and options["mode"] in ("reduce-overhead", "max-autotune"):
-        # CUDA graphs overwrite a gradient when they run again; micro-batches add theirs to a copy
+        # CUDA graphs overwrite a gradient when they run again, so accumulate into a copy
         for p in orig_model.parameters():
             if p.requires_grad:
                 p.register_hook(torch.clone)

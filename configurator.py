@@ -1,16 +1,16 @@
 """
 Override a script's settings from config files and the command line.
 
-A script states its settings as annotated globals, one a line, and calls this once below them:
+A script declares its settings as annotated globals, one per line, and calls this once below them:
 
     learning_rate: float = 6e-4  # peak, after the warm-up
     config, overrides = configure(globals())
 
     $ python script.py config/a.py --learning_rate=3e-4
 
-Config files come first, then flags, each in the order given; the later one wins. The annotation is the check, for
-files and flags alike: a value is accepted as it is or refused, never clamped or changed. A config file is Python and
-is executed, so read one before you use it.
+Config files come first, then flags, each in the order given; the later one wins. The annotation validates files and
+flags alike: a value is accepted as it is or refused, never clamped or changed. A config file is Python and is
+executed, so read one before you use it.
 """
 import difflib
 import math
@@ -82,7 +82,7 @@ def one_line_errors(where="", advice="", errors=Exception):
 
 
 def excepthook(kind, error, tb):
-    """One line for Ctrl-C, a closed output and a full disk, the traceback for the rest."""
+    """One line for Ctrl-C and a full disk, nothing for a closed output, otherwise the traceback."""
     if issubclass(kind, KeyboardInterrupt):
         print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
@@ -194,14 +194,14 @@ def check(setting, value, hint):
         low, high = limits or (-math.inf, math.inf)
         accepted.append(name if not limits else f"{name} of at least {low}" if high == math.inf else
                         f"{name} from {low} to {high}")
-        if type(value) is kind or kind is float and type(value) is int:  # not isinstance: True is no int here
+        if type(value) is kind or kind is float and type(value) is int:  # not isinstance: True isn't an int here
             if kind not in (int, float) or low <= value <= high and abs(value) <= sys.float_info.max:  # not inf, nan
                 return kind(value) if kind is float else value
     fail(f"{setting}={value!r}: expected {' or '.join(accepted)}")
 
 
 def did_you_mean(name, settings):
-    """A hint to follow an error about an unknown setting: what to use instead, the nearest name, or ""."""
+    """A hint appended to an error about an unknown setting: what to use instead, the nearest name, or ""."""
     name = name.replace("-", "_")
     if name in settings:
         return ""

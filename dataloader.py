@@ -1,4 +1,4 @@
-"""Token shards -> batches, in an order that depends only on the number of a row in the run."""
+"""Token shards -> batches, in an order that depends only on a row's number in the run."""
 import functools
 import glob
 import hashlib
@@ -131,7 +131,7 @@ class BatchLoader:
         self.pool, self.next_batch = ThreadPoolExecutor(1), None
 
     def indices(self, first, n):
-        """Samples of the n rows of the run from row `first` on."""
+        """Dataset indices of the run's n rows from row `first` on."""
         return sample_indices(range(first, first + n), len(self.dataset), self.seed)
 
     def read(self, rows_seen):
@@ -172,7 +172,7 @@ class BatchLoader:
 def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_size, progress=iter):
     """
     Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the
-    targets' text. Every call reads the same rows; the ranks share them, and their number changes nothing.
+    targets' text. Every call reads the same rows; any number of ranks gives the same result.
 
     model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
     progress: wraps an iterable, as tqdm does.
@@ -182,7 +182,7 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     n_rows = min(len(dataset), eval_iters * batch_size)
     token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in progress(range(0, n_rows, world_size * batch_size)):  # as many on each rank, for FSDP
+    for first in progress(range(0, n_rows, world_size * batch_size)):  # equally many per rank, for FSDP
         rows = torch.arange(batch_size) + first + rank * batch_size
         batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
         batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)

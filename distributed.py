@@ -51,8 +51,8 @@ def init_process(device):
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         # Workers restarted by torchrun --max-restarts would find the addresses of their predecessors in the store
-        # (torch 2.13, gloo), so each start has its own prefix. Machines may differ in their restart counts, so there
-        # is no prefix with several.
+        # (torch 2.13, gloo), so each start has its own prefix. Machines may differ in their restart counts, so several
+        # share a fixed prefix.
         start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
         store = dist.PrefixStore(f"start {start}", next(dist.rendezvous("env://"))[0])
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
@@ -61,7 +61,7 @@ def init_process(device):
 
 
 def excepthook(kind, error, tb):
-    """One line for errors that torch raises and a user can do something about; configurator.py has the others."""
+    """One line for errors that torch raises and a user can do something about; configurator.py handles the others."""
     if issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps by the "
@@ -136,7 +136,7 @@ def gather(tensor):
 
 def clip_grad_norm(model, max_norm):
     """
-    Clips the gradients of a model, without those of its loss function, to max_norm (0: off). Returns their norm before
+    Clips the gradients of a model, except those of its loss function, to max_norm (0: off). Returns their norm before
     clipping. If the norm is not finite, they stay as they are.
     """
     params = [p for name, p in model.named_parameters() if not name.startswith("loss_fn.")]

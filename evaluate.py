@@ -29,7 +29,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
 
-# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+# before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import Positive, configure, fail, one_line_errors
 
 import numpy as np
@@ -60,7 +60,7 @@ progress = partial(tqdm, disable=rank() > 0, leave=False, delay=2)
 # rows, in the schemas of the hub's data sets -> prompts
 
 NUMBER = re.compile(r"""
-    (?: (?<!\w)-\$? | \$-? )?  # a sign, which the minus of 7-4 is not, and a dollar
+    (?: (?<!\w)-\$? | \$-? )?  # a sign (not the minus of 7-4) and a dollar
     (?: (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ ) (?:\.[0-9]+)?  # 1,234.5 and 1234.5
       | (?<!\.)\.[0-9]+ )  # .5""", re.VERBOSE)
 
@@ -166,7 +166,7 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
 
 
 def load_tasks(names, *arguments):
-    """{task: load_examples(task, *arguments)} of tasks with commas between their names; {} of none."""
+    """{task: load_examples(task, *arguments)} for comma-separated task names; {} for none."""
     return {task: load_examples(task, *arguments) for task in names.replace(" ", "").split(",") if names}
 
 
@@ -307,7 +307,7 @@ if __name__ == "__main__":
     max_problems: Positive | None = None  # examples of each task, evenly spaced; None: all
     data_dir: str | None = None  # shards for the validation loss and bits per byte
     max_seq_len: Positive | None = None  # length of their rows; None: the model's positions, at most 4096
-    eval_iters: Positive = 64  # batches of the validation loss: the first rows of val (training has its own number)
+    eval_iters: Positive = 64  # batches of the validation loss: the first rows of val (training has its own setting)
     batch_size: Positive = 16  # rows at a time, on each rank
     max_new_tokens: Positive = 256  # gsm8k: length of an answer
     output: str | None = None  # JSON file for the results, example by example

@@ -4,17 +4,17 @@ Exports a checkpoint as a Hugging Face folder, which transformers opens without 
     python export_hf.py --checkpoint=out/ckpt.pt --out_dir=my-model
     python export_hf.py --checkpoint=out-chat --out_dir=my-chat-model --dtype=bfloat16
 
-gpt2 becomes GPT2LMHeadModel. llama becomes LlamaForCausalLM, with qk_norm Qwen3ForCausalLM, with mla
-DeepseekV3ForCausalLM with dense layers only. gpt2 with mla becomes a GPT2LMHeadModel with full matrices for keys and
-values: the same function with a larger cache. An imported model keeps its tokenizer and its chat template.
-All scripts here open such a folder, too. Needs transformers.
+gpt2 becomes GPT2LMHeadModel. llama becomes LlamaForCausalLM (with qk_norm: Qwen3ForCausalLM; with mla:
+DeepseekV3ForCausalLM with dense layers only). gpt2 with mla becomes a GPT2LMHeadModel with full matrices for keys and
+values: the same function with a larger cache. An imported model keeps its tokenizer and its chat template. All scripts
+here open such a folder, too. Needs transformers.
 """
 import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+# before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import Positive, configure, fail, one_line_errors
 
 import torch
@@ -33,7 +33,7 @@ def to_hf(weights, config):
     """Our state dict with the names and layout of the transformers class that config_to_hf chooses."""
     if config.arch == "gpt2" and config.attention == "mla":
         weights = mla_to_mha(weights, config)
-    if config.embed_norm:  # it norms each row of the table by itself, so the exported table has normed rows
+    if config.embed_norm:  # it normalizes each row of the table separately, so we export normalized rows
         table = weights["transformer.wte.weight"]
         weights = {**weights, "transformer.wte.weight": F.rms_norm(table, table.shape[1:], eps=1e-5)}
     return convert_weights(weights, config, LLAMA_NAMES.items())
@@ -65,7 +65,7 @@ def build_hf_model(model, tokenizer, chat):
             **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0]))
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
-    # not of the model's own config, where it would keep transformers from training this token's embedding
+    # not in the model's own config, where it would keep transformers from training this token's embedding
     hf_model.generation_config.pad_token_id = eot
     # ids that the model was never trained to write
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
@@ -219,7 +219,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),
                                           encoding="utf-8")
         hf_model.save_pretrained(folder, max_shard_size=shard_size)
-        fields = json.loads((folder / "config.json").read_bytes())  # and where transformers 4 reads rotary positions:
+        fields = json.loads((folder / "config.json").read_bytes())  # and, for transformers 4, the rope fields on top:
         (folder / "config.json").write_text(json.dumps({**fields, **config_to_hf(model.config)}, indent=1))
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors lets only the owner read them

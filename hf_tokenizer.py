@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
-import tokenizers  # transformers brings it
+import tokenizers  # transformers requires it
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -35,8 +35,8 @@ class HFTokenizer:
     """
 
     def __init__(self, files):
-        self.files = {name: files[name] for name in FILES if name in files}  # no other name, which export would write
-        content = json.loads(files["tokenizer.json"])  # ids of plain text depend on these; chat tokens may join them
+        self.files = {name: files[name] for name in FILES if name in files}  # no other files: export would write them
+        content = json.loads(files["tokenizer.json"])  # plain-text ids depend on the parts below, not on added tokens
         content = json.dumps([content.get(key) for key in ("normalizer", "pre_tokenizer", "model")])
         self.name = f"hf-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
         self.bpe = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
@@ -121,10 +121,10 @@ class HFTokenizer:
 
     def render_chat(self, messages, prompt=False):
         """
-        tokenizer.render_chat by the model's template. Its ids are those of transformers, unless a message spells a
-        special token, which is text here. The loss covers what follows the prompt for an answer, up to the special
-        token that ends it. Raises ValueError if the template refuses the messages, or changes more of them than their
-        thoughts and the white space around them.
+        tokenizer.render_chat with the model's template. Its ids are those of transformers, unless a message spells a
+        special token, which is text here. The loss covers what follows the generation prompt, up to and including the
+        special end token. Raises ValueError if the template refuses the messages, or changes anything but their
+        thinking and surrounding white space.
         """
         # the same without the special tokens that messages spell, so that those of the template can be found
         hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),

@@ -1,9 +1,9 @@
 """
-Reads models trained elsewhere: Hugging Face folders, models of the hub, and nanoGPT's ckpt.pt.
+Reads models trained elsewhere: Hugging Face folders, models on the hub, and nanoGPT's ckpt.pt.
 
-transformers opens the first two, and model.py must compute the same logits: GPT-2, Llama 2 and 3, TinyLlama, SmolLM2,
-Qwen3 without experts, and what export_hf.py writes. export_hf.py goes the other way with the same tables of names.
-transformers and huggingface_hub are imported only when such a model is read.
+transformers opens the first two (GPT-2, Llama 2 and 3, TinyLlama, SmolLM2, Qwen3 without experts, and what
+export_hf.py writes), and model.py must compute the same logits. export_hf.py goes the other way with the same tables
+of names. transformers and huggingface_hub are imported only when such a model is read.
 """
 import json
 import math
@@ -63,7 +63,7 @@ def config_from_hf(hf_config):
     by comparing logits. Dropout stays 0, because it is a setting of the training.
     """
     fields = hf_config.to_dict()
-    # transformers 5 keeps rope_theta there, and 4 the factors of a scaling
+    # rope_theta (transformers 5) or the scaling's factors (4)
     fields |= fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope = LLAMA3_ROPE if fields.get("rope_type") == "llama3" else {"rope_type": "default"}
     kind = fields["model_type"]
@@ -121,7 +121,7 @@ def import_transformers():
 def compare_logits(hf_model, model, length):
     """
     Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens. The logits of a
-    model that was hardly trained are too small to differ, so both heads are scaled up meanwhile, by a power of two.
+    barely trained model are too small to differ, so both heads are temporarily scaled up, by a power of two.
     """
     idx = torch.arange(length)[None] % model.config.vocab_size
     heads = {head.data_ptr(): head for head in (hf_model.get_output_embeddings().weight, model.lm_head.weight)}
@@ -137,7 +137,7 @@ def compare_logits(hf_model, model, length):
 
 def read_weights(folder, config, dtype):
     """
-    The weights in a Hugging Face folder as a GPT's state dict, of a dtype if it holds them exactly, else in float32.
+    The weights in a Hugging Face folder as a GPT's state dict, in `dtype` if it holds them exactly, else in float32.
     Raises ValueError if they are not those that config.json describes.
     """
     import transformers
@@ -163,9 +163,9 @@ def read_weights(folder, config, dtype):
 
 def load_hf(path):
     """
-    load_checkpoint's dict for a Hugging Face folder, or for a model of the hub. bfloat16 weights stay so. A model
-    with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
-    run.json. Exits with an error if path is neither, or if model.py computes something else than transformers.
+    load_checkpoint's dict for a Hugging Face folder, or for a model on the hub. bfloat16 weights stay bfloat16. A
+    model with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
+    run.json. Exits with an error if path is neither, or if model.py computes something other than transformers.
     """
     transformers, folder, name = import_transformers(), path, hub_name(path)
     from huggingface_hub import errors, snapshot_download
@@ -195,8 +195,8 @@ def load_hf(path):
 
 def read_tokenizer(folder, vocab_size):
     """
-    The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids match, or by the size of the vocabulary if there is
-    no tokenizer.json; else its own. Raises an exception of any kind if it has none.
+    The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids match, or if the vocabulary size does and
+    tokenizer.json is missing; else its own. Raises an exception of any kind if it has none.
     """
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
     ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None

@@ -100,7 +100,7 @@ class Logger:
         self.mean_loss = decay * self.mean_loss + (1 - decay) * train_loss
         self.mean_weight = decay * self.mean_weight + (1 - decay)  # of the steps so far, as in Adam
         mean = self.mean_loss / self.mean_weight
-        if self.mean_weight > 0.63:  # after 100 steps; before, it is a mean of few
+        if self.mean_weight > 0.63:  # after 100 steps; before that it averages too few
             self.lowest_mean = min(self.lowest_mean, mean)
         if mean > DIVERGED * self.lowest_mean and not self.diverged:
             self.diverged = True

@@ -36,18 +36,18 @@ class GPTConfig:
     n_embd: int = 768
     n_kv_head: int | None = None  # llama: key/value heads, each shared by n_head / n_kv_head; None: n_head
     head_dim: int | None = None  # llama: width of a head; None: C / n_head
-    tied_head: bool | None = None  # llama: the head is the embedding's matrix, as it is in gpt2; None: False
+    tied_head: bool | None = None  # llama: the head shares the embedding's matrix, as in gpt2; None: False
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
     local_heads: bool = False  # llama: the first layer's heads begin by looking a few positions back; needs both norms
-    intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C up to a multiple of 64
+    intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C, next multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
     rope_factor: float = 1.0  # llama: Llama 3's factor on wavelengths of 8192 positions and more
-    norm_eps: float | None = None  # of the norms between layers; None: 1e-5, llama with mla DeepSeek's 1e-6
-    kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: 128, at most C / 2
+    norm_eps: float | None = None  # of the norms between layers; None: 1e-5; llama with mla: DeepSeek's 1e-6
+    kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: min(128, C / 2)
     q_lora_rank: int | None = None  # mla, llama: latent width for queries; None: queries straight from x
-    qk_nope_head_dim: int | None = None  # mla: width of a head's query without position; None: hd - the rope's
+    qk_nope_head_dim: int | None = None  # mla: width of a head's unrotated part; None: hd - the rotated one
     qk_rope_head_dim: int | None = None  # mla, llama: width of the rotated part; None: hd / 2
     v_head_dim: int | None = None  # mla: width of a head's value; None: hd
     dropout: float = 0.0
@@ -59,8 +59,8 @@ class GPTConfig:
         derived = {"n_kv_head": self.n_head, "head_dim": hd, "tied_head": gpt2, "intermediate_size": 4 * C if gpt2 else
                    64 * math.ceil(C / 24), "norm_eps": 1e-6 if mla and not gpt2 else 1e-5}
         if mla:
-            # By default a head's query and key, nope + rope, are as wide as its value. If the widths differ, SDPA can
-            # not use its flash kernels: CUDA falls back to the memory-efficient one, a CPU to all T x T weights.
+            # By default a head's query and key, nope + rope, are as wide as its value. If the widths differ, SDPA
+            # cannot use its flash kernels: CUDA falls back to the memory-efficient one, a CPU to all T x T weights.
             rope = 0 if gpt2 else self.qk_rope_head_dim or max(2, hd // 4 * 2)
             derived |= {"kv_lora_rank": min(128, C // 2), "qk_rope_head_dim": rope,
                         "qk_nope_head_dim": max(1, hd - rope), "v_head_dim": hd}
@@ -197,7 +197,7 @@ def apply_rotary_emb(x, rope):
 
 class MLA(nn.Module):
     """
-    Multi-head latent attention (DeepSeek-V2, section 2.1, and its names). The keys and values of all heads come from
+    Multi-head latent attention (names as in DeepSeek-V2, section 2.1). The keys and values of all heads come from
     one latent of kv_lora_rank numbers per token, c = kv_a(x): each head has k_nope = W_k c and v = W_v c.
     llama: the latent has an RMSNorm. W_k cannot be absorbed (see below) through a rotation, so positions get their own
     part: qk_rope_head_dim more numbers in each query, and one such key per token, shared by the heads.
@@ -205,11 +205,11 @@ class MLA(nn.Module):
     biases: a bias on the keys would add the same number to all scores of a query, which softmax ignores, and one on
     the values would add a constant to the output, which has a bias.
 
-    Training expands k and v and is ordinary attention. The cache holds only c and the rotated key. Reading a prompt
-    expands them too. Decoding *absorbs* the up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is
-    mapped into latent space once and meets the cached c directly; and the output, sum_s p_s (W_v c_s) =
-    W_v (sum_s p_s c_s), sums latents first and is projected up once. What remains is attention with one key,
-    [c, k_pe], shared by all heads, whose value is c itself.
+    Training expands k and v and is ordinary attention. The cache holds only c and the rotated key. Prefill expands k
+    and v too. Decoding *absorbs* the up-projections: a score is q . (W_k c) = (W_k^T q) . c, so the query is mapped
+    into latent space once and meets the cached c directly; and the output, sum_s p_s (W_v c_s) = W_v (sum_s p_s c_s),
+    sums latents first and is projected up once. What remains is attention with one key, [c, k_pe], shared by all
+    heads, whose value is c itself.
     """
 
     def __init__(self, config):
@@ -271,8 +271,8 @@ def rotary_table(config, width):
     """
     cos and sin of each position's angles, (2, max_seq_len, width / 2) float32 (Su et al. 2021, section 3.2.2), on the
     CPU even if the model is built on the device meta. rope_factor: Llama 3.1 (Dubey et al. 2024) was trained further
-    on long rows, with waves of 8192 positions and more made longer by it, those of 2048 and less kept, and a smooth
-    transition between.
+    on long rows, with wavelengths of 8192 positions and more stretched by it, those of 2048 and less kept, and a
+    smooth transition between.
     """
     frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     if config.rope_factor != 1:
@@ -457,13 +457,13 @@ class GPT(nn.Module):
     def init_local_heads(self):
         """
         Makes the i-th key head of the first layer attend around the i-th position before the query, so that training
-        need not find the neighbours first. A constant added to all embeddings gives queries and keys a part that is
-        the same for every token; in the keys of the i-th head that part is rotated by i positions more.
+        need not discover local attention first. A constant added to all embeddings gives queries and keys a part that
+        is the same for every token; in the keys of the i-th head that part is rotated by i positions more.
         """
         c = self.config
         self.transformer.wte.weight += 1
         cos_sin = 0.5 / math.sqrt(c.n_embd) * self.rope.transpose(0, 1).flatten(1)  # (max_seq_len, hd)
-        attn = self.transformer.h[0].attn  # in later layers it delays heads that copy what followed a token before
+        attn = self.transformer.h[0].attn  # first layer only: in later ones it delays induction heads
         attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
         attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
 

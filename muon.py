@@ -57,7 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.owner = {}  # matrix -> the rank that updates it; empty on one rank and under FSDP
         mine = by_shape
         if dist.is_initialized() and not self.sharded:
-            self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_shape)}  # as many of each shape
+            self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_shape)}  # evenly by shape
             mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
         # matrices of one shape are orthogonalized together; under FSDP only one at a time is gathered
         self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]

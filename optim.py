@@ -23,7 +23,7 @@ def configure_optimizer(model, config):
     config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused if torch can; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
     muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; groups without their own rate use
-    learning_rate. A group's "lr_scale" is its rate over learning_rate: one schedule moves them all.
+    learning_rate. A group's "lr_scale" is its rate / learning_rate: one schedule scales them all.
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
     rates = {"matrices": config["muon_lr"] if muon else None, "embeddings": config["embedding_lr"],

@@ -70,7 +70,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
 
 
 def decode_json(data, errors="strict"):
-    """UTF-8 -> (text, length). Escapes of half a surrogate pair, which pyarrow refuses, become those of U+FFFD."""
+    """UTF-8 -> (text, length). Escaped lone surrogates, which pyarrow refuses, become escapes of U+FFFD."""
     text = str(data, "utf-8")
     if r"\ud" in text.lower():  # what follows would halve the speed of reading
         escapes = r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)"  # a backslash, a pair, half a pair
@@ -194,7 +194,7 @@ def read_progress(folder, recipe):
 
 
 def write_shard(folder, tokens, meta):
-    """Write the next training shard, and meta.json. The first tokens of all become the validation shard."""
+    """Write the next training shard, and meta.json. The first val_tokens overall become the validation shard."""
     names, shards = [f"train_{meta['train shards']:06d}.bin"], [tokens]
     if meta["train shards"] == 0:
         names, shards = ["val_000000.bin", *names], np.split(tokens, [meta["val_tokens"]])
@@ -207,7 +207,7 @@ def write_shard(folder, tokens, meta):
 
 def write_shards(folder, batches, max_tokens, dtype, meta):
     """
-    Write batches of tokens, of a dtype, as shards until there are max_tokens, or no more batches. Keeps meta up to
+    Write batches of tokens, in `dtype`, as shards until there are max_tokens, or no more batches. Keeps meta up to
     date.
     """
     shard, size = bytearray(), np.dtype(dtype).itemsize
@@ -236,9 +236,9 @@ if __name__ == "__main__":
     data_dir: str | None = None  # where the shards go; None: data/NAME
     tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, python: bytes
     max_tokens: Positive | None = None  # stop with the batch that reaches this many, validation included; None: all
-    val_tokens: Positive | None = None  # exactly the first ones; None: 2**20, at most about a tenth of local files
-    shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens of a training shard
-    num_threads: Positive = count_cpus()  # that tokenize; the default is one per CPU that this process may use
+    val_tokens: Positive | None = None  # the first, exactly; None: 2**20, or about a tenth of local files if less
+    shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # minimum tokens per training shard
+    num_threads: Positive = count_cpus()  # for tokenizing; default: one per CPU that this process may use
     _, overrides = configure(globals())
     if sys.stdout:  # not closed
         sys.stdout.reconfigure(errors="replace")  # names that cannot be encoded

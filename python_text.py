@@ -34,7 +34,7 @@ def python_conversations():
     """
     Yields {"messages": [{"role", "content"}, ...]}: a question about each function of the standard library, answered
     by the first paragraph of its docstring. Questions have up to 90 characters and answers 10 to 160. No question
-    comes twice.
+    appears twice.
     """
     asked = set()
     for file in python_files():

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+# before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
 
 import torch
@@ -174,7 +174,7 @@ if __name__ == "__main__":
     max_seq_len: Positive | None = None  # positions to remember; None: the model's, at most 4096
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported
-    compile: bool = False  # compile the decoding step: seconds, then about 1.6 times the tokens/s on a CPU
+    compile: bool = False  # compile decoding: takes seconds, then about 1.7 times the tokens/s on a CPU
     configure(globals())
     if system and not chat:
         fail(f"--system={system}: needs --chat=True")

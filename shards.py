@@ -1,7 +1,7 @@
 """
 The format of token shards: 256 int32 (magic, version, number of tokens, zeros), then the tokens, uint16, or uint32 for
 more than 65,534 ids, chat tokens included. Both are llm.c's layouts, so ready-made shards of llm.c and modded-nanogpt
-train here, and ours there. A folder holds {train,val}_000000.bin, ..., meta.json, and tokenizer/ with the files of a
+work here, and ours there. A folder holds {train,val}_000000.bin, ..., meta.json, and tokenizer/ with the files of a
 tokenizer that is neither gpt2 nor bytes. This file does not import torch, so that prepare_data.py starts at once.
 """
 import json
@@ -25,13 +25,13 @@ def shard_header(n_tokens, dtype="<u2"):
 def read_shard(path, recorded=None):
     """
     The tokens of a shard, memory-mapped: (n,) uint16 or uint32. Exits with an error if it is not a whole shard.
-    recorded: what meta.json has of it, the CRC-32 of its tokens and the time of its last change in ns, or None. The
+    recorded: its entry in meta.json, the CRC-32 of its tokens and the time of its last change in ns, or None. The
     CRC-32 reads the whole shard, so it is compared only if the shard has changed since, or is a copy.
     """
     with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again"):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         dtype = "<u4" if header[:2] == HEADERS["<u4"] else "<u2"
-        n = (os.path.getsize(path) - HEADER_BYTES) / np.dtype(dtype).itemsize  # no integer if it ends within a token
+        n = (os.path.getsize(path) - HEADER_BYTES) / np.dtype(dtype).itemsize  # not an integer if it ends mid-token
         if n < 1 or header != [*HEADERS[dtype], n]:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
                              f"{[*HEADERS[dtype], n]}, the last being the number of tokens that it has")
@@ -51,7 +51,7 @@ def read_headerless(path):
 
 
 def read_meta(data_dir):
-    """meta.json of a folder of shards, a dict with at least tokenizer. Without the file they are gpt2's."""
+    """meta.json of a folder of shards, a dict with at least tokenizer. No file means gpt2 tokens."""
     path = Path(data_dir) / "meta.json"
     if not path.exists():
         if (path.parent / "progress.json").exists():

@@ -115,7 +115,7 @@ def check_out_dir(config, resuming, checkpoint):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
-    for name, key in (("config.json", b'"init_from": '), ("log.jsonl", b'{"iter": ')):  # a key that ours has
+    for name, key in (("config.json", b'"init_from": '), ("log.jsonl", b'{"iter": ')):  # a key in our files
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""  # empty is ours, after a full disk
         if content and key not in content:

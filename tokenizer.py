@@ -55,12 +55,12 @@ def encode(tokenizer, text):
 
 
 def replace_surrogates(text):
-    """A text with U+FFFD for each half of a surrogate pair, which is no character; JSON can spell one."""
+    """A text with U+FFFD for each lone surrogate, which is not a character; JSON can contain one."""
     return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def has_template(tokenizer):
-    """Whether a tokenizer brings a chat template; if not, it gets the four chat tokens."""
+    """Whether a tokenizer has a chat template; if not, it gets the four chat tokens."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict, fields
 from typing import Annotated, Literal
 
-# before torch, whose import takes seconds: from here on Ctrl-C ends in one line
+# before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure,
                           one_line_errors, update_settings)
 
@@ -38,8 +38,8 @@ out_dir: str | None = "out"  # checkpoints, config.json, log.jsonl and loss.png;
 init_from: str = "scratch"  # scratch | resume | auto, auto:PATH (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 500  # evaluate and save a checkpoint every this many steps
-eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 are 1M tokens
-save_interval: Positive | None = None  # save more often, without an evaluation, every this many steps
+eval_iters: Positive = 64  # micro-batches per evaluation, always the same: 64 * 16 * 1024 is 1M tokens
+save_interval: Positive | None = None  # also save every this many steps, without an evaluation
 eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
 log_interval: Positive = 10
@@ -64,7 +64,7 @@ embed_norm: bool = False  # llama: normalize the embedding
 local_heads: bool = False  # llama: the first layer's heads begin by looking a few positions back; needs both norms
 intermediate_size: Positive | None = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
 rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama: base of the rotary frequencies
-kv_lora_rank: Positive | None = None  # mla: latent width, cached per token; None: 128, at most n_embd / 2
+kv_lora_rank: Positive | None = None  # mla: latent width, cached per token; None: min(128, n_embd / 2)
 q_lora_rank: Positive | None = None  # mla, llama: latent width of queries; None: no latent
 dropout: BelowOne = 0.0  # on embeddings, attention weights and residual branches
 recompute: bool = False  # activation checkpointing: less memory, a third slower
@@ -87,7 +87,7 @@ min_lr: NonNegativeFloat = 6e-5
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
 # SPAM: --optimizer=adamw_spam
 spam_interval: Positive = 500  # steps between momentum resets
-spam_warmup: NonNegative | None = None  # steps the rate rises over after a reset; None: 150, at most 0.3 spam_interval
+spam_warmup: NonNegative | None = None  # warm-up steps after each reset; None: min(150, 0.3 spam_interval)
 spam_theta: Annotated[float, 1, math.inf] = 5000.0  # an element is a spike if its square is over spam_theta times v
 # pruning
 sparsity: BelowOne = 0.0  # share of the hidden matrices' weights to prune to zero; 0 = off
@@ -97,9 +97,9 @@ prune_end: Positive | None = None  # step at which it is reached; None: three qu
 # distillation
 teacher: str | None = None  # distil from this model, a path or gpt2, ...
 teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
-teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small cache keep it near 1
+teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small teacher_cache, near 1
 learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
-teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off, run it in each step
+teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off: the teacher runs every step
 shard_teacher: bool = False  # shard only the teacher over the ranks; the student stays whole
 # safety
 spike_loss: NonNegativeFloat = 0.0  # roll back if the loss is this many times its mean, e.g. 3; 0 = off
@@ -120,7 +120,7 @@ config, overrides = configure(globals())
 # setup
 drop_failed_writes()
 checkpoint, resuming = load_init_from(config, overrides, "base")
-update_settings(globals(), config, init_from)  # of the run to resume, or of the model to start from
+update_settings(globals(), config, init_from)  # from the run to resume, or the model to start from
 check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
@@ -229,7 +229,7 @@ while True:
         hook(iter_num)
     grad_norm = clip_grad_norm(orig_model, grad_clip)
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
-        overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # of float16: the loss scale adapts
+        overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / tokens_per_step, grad_norm):

@@ -1,1 +1,1 @@
-"""Optional features, one file each. Any of them can be deleted; the scripts run on without it."""
+"""Optional features, one file each. Any of them can be deleted; the scripts still run."""

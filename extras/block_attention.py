@@ -28,9 +28,9 @@ def attend_in_blocks(q, k, v, mask, dropout):
 
 class BlockAttention(torch.autograd.Function):
     """
-    Attention of 128 queries at a time over the keys up to the last of them, written out for a compiler. The backward
-    is written out as well: autograd's, derived from the slices, would sum the key gradients of the blocks transposed
-    and through masks, and take 1.5 times as long.
+    Attention of 128 queries at a time over all keys up to the last query, written out for a compiler. The backward is
+    written out as well: autograd's would sum the blocks' key gradients transposed and masked, and take 1.5 times as
+    long.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class BlockAttention(torch.autograd.Function):
         y, probs = [], []
         for start in range(0, q.size(2), 128):
             end = start + 128
-            # scaled first: float16 ends at 65504
+            # scaled first: float16 overflows at 65504
             scores = (q[:, :, start:end] / math.sqrt(q.size(-1)) @ k[:, :, :end].mT).float()
             probs.append((scores + bias[..., start:end, :end]).softmax(-1).type_as(q))
             y.append(probs[-1] @ v[:, :, :end])

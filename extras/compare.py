@@ -5,8 +5,8 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
 Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
-interruption, the same command resumes the unfinished run and repeats none of the finished ones. (So give a model to
-start from as auto:PATH.)
+interruption, the same command resumes the unfinished run and repeats none of the finished ones. (So give the starting
+model as auto:PATH.)
 """
 import json
 import re
@@ -44,7 +44,7 @@ def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     words = shlex.split(f"--init_from=auto {args} {flags} --seed={seed}")
     recipe = [script, *words, *(read_config_file(word) for word in words if word.endswith(".py"))]
-    name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"  # other --args have another folder
+    name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"  # other --args get another folder
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))
     path, result, evaluated = folder / "result.json", {}, None
     if path.exists():
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     if not runs and not args or "--seed=" in runs + args or "--out_dir=" in runs + args:
         fail("--runs: expected the flags of each run, separated by semicolons; seeds and folders are --seeds and "
              "--out_dir of this script")
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the run under way, which saves and ends
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the current run, which saves and exits
     table = ""
     for flags in runs.split(";"):
         results = [train(flags.strip(), seed) for seed in range(1, seeds + 1)]

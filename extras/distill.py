@@ -28,9 +28,9 @@ FLOATS = {torch.int16: torch.float16, torch.int32: torch.float32}  # of the cach
 
 def distill_chunk(x, weight, T, targets, w, teacher, teacher_head):
     """
-    The loss of Distillation.forward for some positions, and the sums that metrics() reports. Summed over the columns
-    of s and t, the student's and the teacher's logits: with a live teacher there is one for each id. A cached teacher
-    knows its top k; all other ids have the same t, so they share one column, where s is their mean.
+    The loss of Distillation.forward for some positions, and the sums that metrics() reports. KL is summed over the
+    columns of s and t, the student's and teacher's logits. A live teacher has one per id. A cached teacher knows its
+    top k; all other ids have the same t, so they share one column, where s is their mean.
     """
     logits, valid = compute_logits(x, weight.to(x.dtype)).float(), targets != IGNORE  # (N, V), (N,)
     ce = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
@@ -46,7 +46,7 @@ def distill_chunk(x, weight, T, targets, w, teacher, teacher_head):
     log_q = s / T - (logits / T).logsumexp(-1, keepdim=True)  # of one id in each column
     log_p = t / T - (t / T + log_count).logsumexp(-1, keepdim=True)
     kl = (((log_p + log_count).exp() * (log_p - log_q)).sum(-1) * valid).sum()
-    agreements = ((logits.argmax(-1) == ids[:, 0]) & valid).sum()  # with the likeliest
+    agreements = ((logits.argmax(-1) == ids[:, 0]) & valid).sum()  # same top id
     return (1 - w) * ce + w * T * T * kl, torch.stack((ce, kl, agreements, valid.sum()))
 
 
@@ -138,8 +138,8 @@ class Distillation(nn.Module):
 
     def forward(self, x, weight, targets, teacher, teacher_head=None):
         """
-        Sum over targets that are not IGNORE of (1 - w) cross entropy + w T^2 KL(teacher || student), both at
-        temperature T; T^2 keeps the size of the gradient as T varies. x (N, C), weight (V, C) and targets (N,) as in
+        Sum over targets that are not IGNORE of (1 - w) cross entropy + w T^2 KL(teacher || student), KL at temperature
+        T; T^2 keeps the size of the gradient as T varies. x (N, C), weight (V, C) and targets (N,) as in
         linear_cross_entropy. A live teacher: its hidden states (B, T, C_t) and teacher_head (V, C_t). A cached one:
         rows of the cache (B, T, 2 k + 1), and no teacher_head.
         """
@@ -164,8 +164,8 @@ class Distillation(nn.Module):
 
 def load_teacher(loader, config, dtype, options, vocab_size):
     """
-    Returns a function from a batch to what distill_chunk needs of the teacher, and a digest of the teacher. vocab_size:
-    the student's; a teacher's further ids are padding, and are left out.
+    Returns a function from a batch to what distill_chunk needs from the teacher, and a digest of the teacher.
+    vocab_size: the student's; a teacher's extra ids are padding, and are left out.
     """
     data, device = loader.dataset, loader.device
     net, checkpoint = load_model(config["teacher"], "cpu")
@@ -224,7 +224,7 @@ def encode_top_k(log_probs, k):
 class TeacherCache:
     """
     A teacher's outputs for each row of a data set, by row number, so they serve any order of the rows: a sparse file
-    (rows, T, 2 k + 1), see encode_top_k, with 4 k + 2 bytes per token, or twice as many. A row whose last number is
+    (rows, T, 2 k + 1), see encode_top_k, with 4 k + 2 bytes per token (int32: twice that). A row whose last number is
     zero is missing: a sparse file reads as zeros, and a log-probability is below log 1 = 0.
     """
 

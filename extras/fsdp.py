@@ -15,7 +15,7 @@ WHOLE = dict(full_state_dict=True, cpu_offload=True)
 
 def apply_fsdp(model, device, dtype, options):
     """
-    Compiles (options: of torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`,
+    Compiles (options: for torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`,
     gradients are reduced in float32.
     """
     if not dist.is_initialized():
@@ -35,8 +35,8 @@ def apply_fsdp(model, device, dtype, options):
 
 class ShardedModel:
     """
-    The entry "model" of a checkpoint: the weights of a sharded model that `entry`, itself or its adapters, would hold,
-    whole, on the CPU of rank 0, {} on the other ranks. All ranks call both methods; each has read the whole checkpoint
+    The entry "model" of a checkpoint: those weights of a sharded model that `entry` (the model or its adapters) holds,
+    gathered on the CPU of rank 0; {} on other ranks. All ranks call both methods; each has read the whole checkpoint
     before load_state_dict.
     """
 

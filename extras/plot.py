@@ -1,5 +1,5 @@
 """
-Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate, gradient norm, tokens/s over tokens.
+Draws out_dir/loss.png from log.jsonl at each evaluation: losses, learning rate, gradient norm, tokens/s vs tokens.
 """
 import json
 from pathlib import Path

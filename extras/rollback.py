@@ -8,13 +8,13 @@ from checkpoint import load_checkpoint
 from configurator import fail
 from distributed import print0
 
-MAX_ROLLBACKS = 5  # exit after this many rollbacks in a row without getting past the step that spiked
+MAX_ROLLBACKS = 5  # exit at this many spikes in a row without getting past the step that spiked
 
 
 class SpikeGuard:
     """
-    Finds spikes and rolls the run back. Its state, the entry "health" of a checkpoint, holds moving averages and how
-    long ago the last spike was.
+    Finds spikes and rolls the run back. Its state, the entry "health" of a checkpoint, holds moving averages and the
+    step of the last spike.
     """
 
     def __init__(self, config, optimizer):
@@ -43,8 +43,8 @@ class SpikeGuard:
 
     def roll_back(self, iter_num, checkpointer, log):
         """
-        Restores the last checkpoint, but not the position in the data. Returns its iter_num. Exits with an error after
-        MAX_ROLLBACKS in a row.
+        Restores the last checkpoint, but not the position in the data. Returns its iter_num. Fails at MAX_ROLLBACKS
+        spikes in a row.
         """
         self.stats["faults"] += 1
         self.stats["fault_at"] = max(iter_num, self.stats["fault_at"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 class Trackers:
     """
-    Called with each line of the log, a dict with iter, on rank 0; starts both services at the first. A checkpoint has
+    Called with each line of the log, a dict with iter, on rank 0; the first call starts both. A checkpoint has
     the id, project and name of the run at Weights & Biases, which a resumed run continues. The project is
     wandb_project, else $WANDB_PROJECT, else forkgpt; the run is named $WANDB_NAME, else after out_dir.
     """
