@@ -148,11 +148,13 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     tokenizes them, and the others wait for it; later runs find them in chat_dir. Counts what is truncated or skipped
     in `notes`: {reason: [count, where the first one is]}.
     """
+    if source.endswith((".json", ".jsonl")) and not os.path.exists(source):
+        fail(f"--data or --val_data: {source}: there is no such file")
     import datasets  # takes a second
     datasets.disable_progress_bars()  # ours names the source
     try:
         digest = None  # for a hub data set, which the library keeps anyway
-        if source.endswith(".jsonl") or os.path.exists(source):
+        if os.path.exists(source):
             with open(source, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(

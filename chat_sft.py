@@ -81,7 +81,7 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 100, before wsd's decay
+warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 2000, before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
@@ -186,9 +186,9 @@ checkpoint = None  # frees its memory
 print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
        f"{num_iters * global_batch_size / len(train_rows):.2f} epochs; "
        f"{world_size} x {torch_device.type}, {amp_dtype}")
-if len(train_rows) < global_batch_size:
-    print0(f"WARNING: a step has {global_batch_size} rows, but there are only {len(train_rows)}: lower "
-           f"--gradient_accumulation_steps or --batch_size, and raise --epochs")
+if num_iters < 20:
+    print0(f"WARNING: {num_iters} steps teach a model little; for few conversations take smaller steps and more of them, "
+           f"e.g. --gradient_accumulation_steps=1 --batch_size=1 --epochs=30")
 report_settings(config, overrides, torch_device)
 compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, num_iters, eval_interval, loader, orig_model.flops_per_token(max_seq_len),
@@ -260,5 +260,5 @@ while True:
         checkpointer.save(iter_num)
         break
 
-finish(iter_num, done, checkpointer, log,
+finish(iter_num, done, checkpointer, log, stop,
        f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True")

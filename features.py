@@ -92,5 +92,5 @@ def evaluation_hooks(model, tokenizer, autocast, prompt, config, stage):
         from extras.plot import plot_hook
         hooks.append(plot_hook(config["out_dir"]))
     except ImportError as error:
-        print0(f"loss.png is not drawn: {error} (pip install matplotlib)")
+        print0(f"loss.png is not drawn: {error}")
     return hooks

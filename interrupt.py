@@ -40,7 +40,7 @@ class StopSignal:
     """
 
     def __init__(self, out_dir):
-        self.out_dir, self.requested, self.requested_at = out_dir, False, 0.0
+        self.out_dir, self.requested, self.requested_at, self.exit_code = out_dir, False, 0.0, 0
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows lacks two
             if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # nohup ignores it
@@ -49,6 +49,8 @@ class StopSignal:
     def request(self, number, frame):
         if not self.requested:
             self.requested, self.requested_at = True, time.monotonic()
+            if number == signal.SIGINT and "RANK" not in os.environ:
+                self.exit_code = 130  # as the shell has it for Ctrl-C: what follows after && does not start
             if rank() == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: stopping after this step; again, after 5 seconds, exits at once\n"
@@ -58,9 +60,10 @@ class StopSignal:
             raise KeyboardInterrupt(resume_hint(self.out_dir))
 
 
-def finish(iter_num, done, checkpointer, log, command):
+def finish(iter_num, done, checkpointer, log, stop, command):
     """
-    The last lines of a run; command: what to try next. Exits with an error if the last step could not be saved.
+    The last lines of a run; command: what to try next. Exits with an error if the last step could not be saved, and
+    with code 130 if Ctrl-C stopped the run.
     """
     out_dir, facts = checkpointer.out_dir, checkpointer.facts
     if dist.is_initialized():
@@ -75,3 +78,5 @@ def finish(iter_num, done, checkpointer, log, command):
           f"{peak_memory_mb(log.loader.device):,.0f} MiB\n"
           f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: {command}" if done else
           f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
+    if not done and stop.exit_code:
+        raise SystemExit(stop.exit_code)

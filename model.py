@@ -296,7 +296,7 @@ class GPT2MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.intermediate_size)
         self.c_proj = nn.Linear(config.intermediate_size, config.n_embd)
-        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.approximate = "none" if config.gelu == "exact" else config.gelu
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))

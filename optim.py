@@ -90,8 +90,8 @@ def build_schedule(config, max_iters):
     if schedule == "wsd" and wsd_decay_frac == 0:
         fail("--wsd_decay_frac=0.0: expected a number above 0, to 1")
     before_decay = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)
-    if warmup_iters is None:  # chat tuning
-        warmup_iters = min(100, decay_iters // 10, before_decay)
+    if warmup_iters is None:
+        warmup_iters = min(2000, decay_iters // 10, before_decay)
     if warmup_iters > before_decay:
         fail(f"--warmup_iters={warmup_iters}: expected at most {before_decay} steps; or change --max_iters, "
              f"--lr_decay_iters or --wsd_decay_frac")

@@ -3,6 +3,7 @@ import atexit
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def take_settings(config, overrides, checkpoint):
     FIXED setting exits with an error.
     """
     for key, before in checkpoint["config"].items():
+        if key not in config and before:
+            print0(f"WARNING: the run was trained with {key}={before}, a setting that {Path(sys.argv[0]).name} lacks")
         if key not in config or key in PER_START:
             continue
         if key not in overrides or key == "init_from":  # what the run began with, not "resume"
@@ -115,14 +118,13 @@ def check_out_dir(config, resuming, checkpoint):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
-    for name, key in (("config.json", b'"init_from": '), ("log.jsonl", b'{"iter": ')):  # a key in our files
-        path = folder / name
-        content = path.read_bytes() if path.is_file() else b""  # empty is ours, after a full disk
-        if content and key not in content:
-            fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
-                 f"another folder")
-    if (folder / "loss.png").exists() and not (folder / "log.jsonl").exists():
-        fail(f"--out_dir={folder}: holds a loss.png without a log.jsonl, which would be replaced; give another folder")
+    settings = folder / "config.json"
+    content = settings.read_bytes() if settings.is_file() else b"none"
+    if not resuming and content and b'"init_from": ' not in content:  # no run wrote it; empty: ours, of a full disk
+        for name in ("config.json", "log.jsonl", "loss.png"):
+            if (folder / name).exists():
+                fail(f"--out_dir={folder}: holds a {name} and no config.json of a training run, which would replace "
+                     f"the file; give another folder")
 
 
 def report_settings(config, overrides, device):

@@ -81,7 +81,7 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative = 2000
+warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 2000, before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 6e-5
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
@@ -250,4 +250,4 @@ while True:
         checkpointer.save(iter_num)
         break
 
-finish(iter_num, done, checkpointer, log, f"python sample.py --checkpoint={out_dir}/ckpt.pt")
+finish(iter_num, done, checkpointer, log, stop, f"python sample.py --checkpoint={out_dir}/ckpt.pt")

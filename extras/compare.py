@@ -5,8 +5,8 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
     python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
 
 Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
-interruption, the same command resumes the unfinished run and repeats none of the finished ones. (So give the starting
-model as auto:PATH.)
+interruption, the same command resumes the unfinished run and repeats none of the finished ones, unless the code has
+changed. (So give the starting model as auto:PATH.)
 """
 import json
 import re
@@ -26,7 +26,7 @@ from configurator import Positive, configure, fail, one_line_errors, read_config
 runs: str = ""  # the flags of each, separated by semicolons
 args: str = ""  # config files and flags of all of them
 seeds: Positive = 3  # of each: 1, 2, ...
-script: str = "train_gpt2.py"  # or chat_sft.py
+script: str = "train_gpt2.py"  # or chat_sft.py, or your copy of one
 out_dir: str = "out-compare"
 
 METRICS = "train_loss", "val_loss", "seconds", "tok_per_sec", "peak_mem_mb"
@@ -43,8 +43,11 @@ def summary(results):
 def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     words = shlex.split(f"--init_from=auto {args} {flags} --seed={seed}")
-    recipe = [script, *words, *(read_config_file(word) for word in words if word.endswith(".py"))]
-    name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"  # other --args get another folder
+    code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})
+    recipe = [words, [read_config_file(word) for word in words if word.endswith(".py")],
+              [path.read_text(encoding="utf-8") for path in code]]
+    # with other --args, or if the code has changed, a run gets another folder
+    name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))
     path, result, evaluated = folder / "result.json", {}, None
     if path.exists():
@@ -52,7 +55,7 @@ def train(flags, seed):
             result = json.loads(path.read_text())
     else:
         command = [sys.executable, ROOT / script, *words, f"--out_dir={folder}"]
-        if subprocess.run(command, stdout=sys.stderr).returncode:
+        if subprocess.run(command, stdout=sys.stderr).returncode not in (0, 130):  # 130: Ctrl-C
             fail(f"--runs: {script} {shlex.join(words)} failed, see above")
         for line in (folder / "log.jsonl").open():
             with suppress(ValueError):  # half a line, of a run that was killed

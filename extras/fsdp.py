@@ -15,15 +15,15 @@ WHOLE = dict(full_state_dict=True, cpu_offload=True)
 
 def apply_fsdp(model, device, dtype, options):
     """
-    Compiles (options: for torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`,
-    gradients are reduced in float32.
+    Compiles (options: for torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`, on a
+    CPU, whose LayerNorm takes no narrow weights, in float32. Gradients are reduced in float32.
     """
     if not dist.is_initialized():
         fail("--shard_teacher=True or --fsdp=True: expected several ranks; start with torchrun")
     if dtype == "float16":
         fail("--dtype=float16 --shard_teacher=True or --fsdp=True: expected --dtype=bfloat16 or float32")
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32,
-                                  cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32 if device.type == "cpu" else getattr(torch, dtype),
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
     settings = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
     for block in model.transformer.h:
         if options:

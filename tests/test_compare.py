@@ -39,6 +39,10 @@ def test_a_table_has_the_mean_of_each_setting_and_nothing_is_repeated(compare, t
     again = compare(run, *args)
     assert again.count("ran ") == 1 and again.partition("--seeds=2\n")[2].splitlines()[:3] == table
     assert compare(run, *args, "--args=--y=3").count("ran ") == 6 and compare(run, *args).count("ran ") == 0
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE_SCRIPT.replace("steps\", 1", "steps\", 3"))  # the code has changed, and with it the results
+    assert compare(run, *args).count("ran ") == 6
+    script.write_text(FAKE_SCRIPT)
     (folder / "result.json").write_text("{")
     line = compare(refused, *args)
     assert "result.json" in line and "remove it" in line

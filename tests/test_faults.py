@@ -89,6 +89,15 @@ def test_a_signal_saves_the_step_and_ends_with_code_0(shards, whole, tmp_path):
     assert load(tmp_path, "ckpt_prev.pt")["iter_num"] == 50
 
 
+def test_ctrl_c_saves_the_step_and_ends_with_code_130(shards, tmp_path):
+    """After it, `train && tune` must not tune half a model."""
+    program = Program("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=60")
+    assert program.read_until("step 3/60")
+    program.send("SIGINT")
+    code, output = program.end()
+    assert code == 130 and f"stopped after step {load(tmp_path)['iter_num']}, which is saved" in output, output
+
+
 def test_a_closed_terminal_saves_the_step(shards, tmp_path):
     """It sends SIGHUP, and takes no more output, not even that of the signal."""
     close = """

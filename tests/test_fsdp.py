@@ -77,6 +77,11 @@ features.change_model = freeze_and_change
     check_resumed(patched(tmp_path, "train_gpt2.py", freeze), args, tmp_path, ranks=2, stops=(5, 10))
 
 
+def test_gpt2_trains_sharded_in_bfloat16_on_a_cpu(shards, tmp_path):
+    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", "--fsdp=True", "--dtype=bfloat16", "--max_iters=2",
+        f"--out_dir={tmp_path}", ranks=2)
+
+
 def test_all_ranks_end_when_the_last_save_fails(shards, tmp_path):
     program = patched(tmp_path, "train_gpt2.py", fail_writes([3]))
     output = run(program, *ARGS, f"--data_dir={shards}", "--fsdp=True", f"--out_dir={tmp_path}/o", "--max_iters=3",

@@ -51,8 +51,8 @@ def test_a_schedule_without_a_formula_is_found_before_the_first_step():
         build_schedule(schedule_config(choice), 100)
 
 
-def test_chat_tuning_warms_up_for_a_tenth_of_the_run_and_at_most_100_steps():
-    for max_iters, warmup_iters in ((5, 0), (100, 10), (5000, 100)):
+def test_without_a_number_the_warmup_is_a_tenth_of_the_run_and_at_most_2000_steps():
+    for max_iters, warmup_iters in ((5, 0), (100, 10), (50000, 2000)):
         unset, explicit = (learning_rates("cosine", 200, max_iters, warmup_iters=n) for n in (None, warmup_iters))
         assert unset == explicit
     assert learning_rates("wsd", warmup_iters=None, wsd_decay_frac=1.0, min_lr=0.0)[0] == 0.6  # all of the run falls

@@ -26,7 +26,7 @@ from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import init_process, local_grad_accum_steps, make_autocast
 from log import Logger, find_nonfinite
 from model import GPT, GPTConfig
-from start import load_init_from, make_temporary_folder
+from start import load_init_from, make_temporary_folder, take_settings
 
 CPU = torch.device("cpu")
 
@@ -337,6 +337,9 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     assert resuming and checkpoint["iter_num"] == 20 and (config["n_layer"], config["learning_rate"]) == (2, 0.1)
     assert (config["out_dir"], config["init_from"], config["max_iters"]) == (str(trained), "scratch", 20)
     assert capsys.readouterr().out == "changed on resume: learning_rate 0.003 -> 0.1\n"
+    take_settings({"n_layer": 2}, {}, {"config": {"n_layer": 2, "z_loss": 0.1, "window": None}})
+    warning, = capsys.readouterr().out.splitlines()  # a copy of the script trained it, and not with a window
+    assert warning.startswith("WARNING: the run was trained with z_loss=0.1, a setting that ")
     config, _, resuming = begin(max_seq_len=16, intermediate_size=None)
     assert not resuming and [config[name] for name in ("n_layer", "max_seq_len", "max_iters")] == [2, 16, 50_000]
     for function, overrides, words in (
