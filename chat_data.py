@@ -314,8 +314,8 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
     n_targets, n_tokens = datasets[0].count_targets(slice(None))
     n_positions = len(rows) * max_seq_len
     text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
-            f"{n_tokens / n_positions:.1%} of the positions are not padding, {n_targets / n_positions:.1%} are trained "
-            f"on; {len(val):,} conversations for validation")
+            f"{n_tokens / n_positions:.1%} of the positions are not padding, {n_targets / n_positions:.1%} are "
+            f"trained on; {len(val):,} conversations for validation")
     for note, (count, where) in notes.items():
         text += f"\n  {count:,} {note} (the first: {where})"
     return *datasets, text

@@ -187,8 +187,8 @@ print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, 
        f"{num_iters * global_batch_size / len(train_rows):.2f} epochs; "
        f"{world_size} x {torch_device.type}, {amp_dtype}")
 if num_iters < 20:
-    print0(f"WARNING: {num_iters} steps teach a model little; for few conversations take smaller steps and more of them, "
-           f"e.g. --gradient_accumulation_steps=1 --batch_size=1 --epochs=30")
+    print0(f"WARNING: {num_iters} steps teach a model little; for few conversations take smaller steps and more of "
+           f"them, e.g. --gradient_accumulation_steps=1 --batch_size=1 --epochs=30")
 report_settings(config, overrides, torch_device)
 compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, num_iters, eval_interval, loader, orig_model.flops_per_token(max_seq_len),

@@ -66,8 +66,8 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
     if not options and not dist.is_initialized():
         return 0.0
     if options:
-        print0(f"compiling, backend {options['backend']}, mode {options['mode'] or 'default'}; the first time it takes "
-               "a minute or two ...")
+        print0(f"compiling, backend {options['backend']}, mode {options['mode'] or 'default'} ... "
+               f"(a minute or two the first time)")
     batch = {**batch, "targets": torch.full_like(batch["targets"], IGNORE)}
     with autocast:
         model(**batch).backward()

@@ -10,14 +10,16 @@ Each line of a local file is a row as on the hub:
     {"ctx": "He sits down and", "endings": ["sings.", "flies.", "eats.", "melts."], "label": 2}      hellaswag
     {"question": "Ice is?", "choices": {"text": ["hot", "cold"], "label": ["A", "B"]}, "answerKey": "B"}   arc_*
     {"question": "1 + 1?", "choices": ["1", "2", "3", "4"], "answer": 1}                                   mmlu
-    {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                   gsm8k, or any other name
+    {"question": "Two and three apples?", "answer": "2 + 3 = 5 #### 5"}                                    gsm8k
 
-Every task is zero-shot. HellaSwag and ARC use the prompts and scores of EleutherAI's lm-evaluation-harness, after an
-<|endoftext|>. MMLU compares the texts of the choices, like the harness's mmlu_continuation, without naming the
-subject; a chat model answers with a letter. GSM8K takes the number after ####, or else the last number of the answer;
-so do tasks of any other name, for which the prompt is the question as it stands. Scores do not depend on the batch
-size or the number of ranks. The default is float32, because in a coarser dtype the padding of a batch can decide
-between two choices that are nearly tied.
+A task of any other name has the rows of mmlu or of gsm8k. Every task is zero-shot.
+
+HellaSwag and ARC use the prompts and scores of EleutherAI's lm-evaluation-harness, after an <|endoftext|>. MMLU
+compares the texts of the choices, like the harness's mmlu_continuation, without naming the subject; a chat model
+answers with a letter. GSM8K compares numbers: the one after ####, or else the last one of the answer. So does
+a task of another name if its rows have no choices; its prompt is the question as it stands, and each answer in the
+file must end with a number. Scores do not depend on the batch size or the number of ranks. The default is float32,
+because in a coarser dtype the padding of a batch can decide between two choices that are nearly tied.
 """
 import json
 import math
@@ -85,17 +87,21 @@ def tokenize_row(task, row, tokenizer, stage):
     continuation (empty for GSM8K); characters, the length of each choice (empty for letters); gold, the index of the
     correct choice, or GSM8K's number. Raises an exception of any kind if the row does not have its data set's schema.
 
-    A chat model gets MMLU (answered by letter), GSM8K and tasks of other names, which have GSM8K's columns, in the chat
-    format. HellaSwag and ARC ask which text is likelier, so they are the same for both stages.
+    A chat model gets MMLU (answered by letter), GSM8K and tasks of other names, which have the columns of either, in
+    the chat format. HellaSwag and ARC ask which text is likelier, so they are the same for both stages.
     """
-    free_form = task == "gsm8k" or task not in TASKS
+    other_name = task not in TASKS
+    free_form = task == "gsm8k" or other_name and "choices" not in row
     if free_form:
         question, choices, gold = row["question"], [], final_number(row["answer"])
+        last = row["answer"].split()[-1]
+        if other_name and "####" not in row["answer"] and not re.fullmatch(r"\W*[\d.,]+\W*", last):
+            raise ValueError("its answer does not end with a number")
     elif task == "hellaswag":
         question, choices, gold = row["ctx"], row["endings"], int(row["label"])
         if "ctx_a" in row:  # as on the hub, where ctx is not capitalised
             question = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    elif task == "mmlu":
+    elif task == "mmlu" or other_name:
         question, choices, gold = row["question"].strip(), row["choices"], row["answer"]
     else:
         question, choices = row["question"], row["choices"]["text"]
@@ -103,11 +109,11 @@ def tokenize_row(task, row, tokenizer, stage):
     if gold is None or not free_form and gold not in range(len(choices)) or not isinstance(choices, list):
         raise ValueError("its choices are not a list, or its answer is none of them, or no number")
 
-    text = "Question: " + question + "\nAnswer:" if task in TASKS else question
+    text = question if other_name and free_form else "Question: " + question + "\nAnswer:"
     if task == "hellaswag":
         text, choices = clean(question), [clean(choice) for choice in choices]
     characters = [max(len(choice), 1) for choice in choices]
-    if stage == "chat" and (free_form or task == "mmlu"):
+    if stage == "chat" and (free_form or task == "mmlu" or other_name):
         if choices:
             if len(choices) > 26:
                 raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
@@ -159,9 +165,12 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     examples = []
     for i in subsample(range(len(rows)), max_examples):
         where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
-        with one_line_errors(where, f"expected a row in the schema of {name}"):
+        schemas = name if task in TASKS else f"{name}, or all in that of {TASKS['mmlu'][0]}"
+        with one_line_errors(where, f"expected a row in the schema of {schemas}"):
             row = json.loads(rows[i]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
+            if bool(examples[0]["choices"]) != bool(examples[-1]["choices"]):
+                raise ValueError("some rows have choices and some have none")
     return examples
 
 

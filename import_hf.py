@@ -93,8 +93,8 @@ LLAMA_NAMES = {"transformer.wte.": "model.embed_tokens.", "transformer.h.": "mod
 
 def convert_weights(weights, config, names):
     """
-    Our state dict as transformers', or back. names: pairs from LLAMA_NAMES, (from, to). GPT-2's names are the same, and
-    its matrices are transposed: (out, in) in nn.Linear here, (in, out) in Conv1D there.
+    Our state dict as transformers', or back. names: pairs from LLAMA_NAMES, (from, to). GPT-2's names are the same,
+    and its matrices are transposed: (out, in) in nn.Linear here, (in, out) in Conv1D there.
     """
     if config.arch == "gpt2":
         return {name: tensor.t() if ".h." in name else tensor for name, tensor in weights.items()}  # vectors stay

@@ -4,6 +4,7 @@
 from config.speedrun import *  # the recipe
 
 out_dir = "out-quickstart"
+init_from = "auto"  # the same command resumes after an interruption
 data_dir = "data/python"
 n_layer = 6
 n_head = 4

@@ -3,7 +3,7 @@
 #   python chat_sft.py config/quickstart_chat.py
 #   python evaluate.py --checkpoint=out-quickstart-chat --tasks=sums,letters --task_dir=data/python/tasks
 out_dir = "out-quickstart-chat"
-init_from = "out-quickstart/ckpt.pt"
+init_from = "auto:out-quickstart/ckpt.pt"  # the same command resumes after an interruption
 data = "data/python/chat.jsonl"
 batch_size = 8
 gradient_accumulation_steps = 1

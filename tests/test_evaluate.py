@@ -176,11 +176,12 @@ def test_prompts(tmp_path):
     row = {"ctx": "A man sits. he", "endings": ["stands", "lies"], "label": "0"}
     assert prompt("hellaswag", "base", row) == (f"{eot}A man sits. he", [" stands", " lies"], 0)
     row = mmlu(" Is <|end|> text? ", ["yes", "no", "both", "none"], 2)
-    assert prompt("mmlu", "base", row) == (
-        f"{eot}Question: Is <|end|> text?\nAnswer:", [" yes", " no", " both", " none"], 2)
-    assert prompt("mmlu", "chat", row) == (
-        f"{eot}<|user|>Is <|end|> text?\nA. yes\nB. no\nC. both\nD. none\nAnswer with the letter only.<|end|>"
-        f"<|assistant|>", ["A", "B", "C", "D"], 2)
+    for task in "mmlu", "riddles":  # a task of another name, with mmlu's columns
+        assert prompt(task, "base", row) == (
+            f"{eot}Question: Is <|end|> text?\nAnswer:", [" yes", " no", " both", " none"], 2)
+        assert prompt(task, "chat", row) == (
+            f"{eot}<|user|>Is <|end|> text?\nA. yes\nB. no\nC. both\nD. none\nAnswer with the letter only.<|end|>"
+            f"<|assistant|>", ["A", "B", "C", "D"], 2)
     assert prompt("gsm8k", "base", gsm8k("How many?", "1,200")) == (f"{eot}Question: How many?\nAnswer:", [], 1200)
     for task in "gsm8k", "sums":
         assert prompt(task, "chat", gsm8k("How many?", 7)) == (f"{eot}<|user|>How many?<|end|><|assistant|>", [], 7)
@@ -438,9 +439,13 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("hellaswag", json.dumps({"ctx": "q", "endings": ["a", "b"], "label": ""}), "invalid literal for int"),
     ("hellaswag", json.dumps({"ctx": "q", "label": "0"}), "KeyError: 'endings'"),
     ("gsm8k", json.dumps({"question": "q", "answer": "seven"}), "its answer is none of them, or no number"),
-    ("gsm8k", json.dumps({"question": None, "answer": "#### 7"}), "TypeError")])
+    ("gsm8k", json.dumps({"question": None, "answer": "#### 7"}), "TypeError"),
+    ("chess", json.dumps({"question": "1. e4 e5?", "answer": "2. Nf3"}), "its answer does not end with a number"),
+    ("chess", json.dumps({"question": "1 + 1?", "answer": ""}), "IndexError"),
+    ("chess", json.dumps(mmlu("q", ["a", "b"], 1)), "some rows have choices and some have none")])
 def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected):
     good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1), "gsm8k": gsm8k("q", 1),
+            "chess": {"question": "1 + 1?", "answer": "that is $2."},
             "hellaswag": {"ctx": "q", "endings": ["a", "b"], "label": "1"}}[task]
     write_task(tmp_path, task, [good])
     with open(tmp_path / task / "test.jsonl", "ab") as f:  # empty lines at the end are none
@@ -449,7 +454,7 @@ def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected):
         assert len(load_examples(task, BYTES, stage, tmp_path, max_examples=1)) == 1
         message = error_line(capsys, load_examples, task, BYTES, stage, tmp_path)
         assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
-        assert expected in message and f"the schema of {TASKS[task][0]}" in message
+        assert expected in message and f"the schema of {TASKS.get(task, TASKS['gsm8k'])[0]}" in message
 
 
 def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, capsys, monkeypatch):
