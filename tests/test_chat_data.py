@@ -360,7 +360,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         ("nowhere.jsonl", None, ["--data", "nowhere.jsonl", "no such file"]),
         (chats, "nowhere.jsonl", ["--val_data", "nowhere.jsonl", "no such file"]),
         (tmp_path, None, [str(tmp_path), "IsADirectoryError"]),
-        ("/nowhere/deep/typo.json", None, ["typo.json", "expected .json"]),
+        ("/nowhere/deep/typo.json", None, ["typo.json", "no such file"]),
         (empty, None, ["empty.jsonl", "none of its 0 usable conversations"]),
         (f"{chats},{one}:0.01", chats, ["--data", "one.jsonl:0.01", "none of its 1 usable", "raise its weight"]),
         (chats, f"{one}:0.01", ["--val_data", "one.jsonl:0.01"]),
