@@ -370,7 +370,8 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         assert all(word in message for word in words), message
     assert "--chat_dir" in error_line(capsys, build, chats, chats)  # a file, where the folder should be
     monkeypatch.setenv("LOCAL_RANK", "1")  # prints if it was the one to tokenize
-    assert "typo.json" in error_line(capsys, build, tmp_path / "rows", "/nowhere/deep/typo.json")
+    (tmp_path / "half.json").write_text("[1")
+    assert "half.json" in error_line(capsys, build, tmp_path / "rows", tmp_path / "half.json")
     with pytest.raises(SystemExit):
         build(tmp_path / "rows", "nowhere.jsonl")
     assert not capsys.readouterr().err
