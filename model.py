@@ -96,8 +96,8 @@ NO_CHOICE = {
 
 
 # -----------------------------------------------------------------------------
-# attention: one class per variant, chosen in Block below. Each calls self.attend and, with a cache and a single new
-# position, self.decode; extras/block_attention.py and sample.py replace them on a model that is compiled for a CPU.
+# attention: one class per variant, chosen in Block below. Each calls its attend or, with a cache and a single new
+# position, its decode; extras/block_attention.py and sample.py replace them on a model that is compiled for a CPU.
 
 def attend(q, k, v, mask, dropout):
     """
@@ -137,6 +137,15 @@ def write_cache(cache, positions, *new):
     return [tensor.transpose(1, 2) for tensor in cache]
 
 
+def attend_or_decode(attention, q, k, v, positions, mask, cache):
+    """Attention of T positions, over the whole cache if there is one: (B, T, heads, hd) each -> (B, T, nh * hd)."""
+    if cache is not None:
+        k, v = write_cache(cache, positions, k, v)
+        if q.size(1) == 1:
+            return attention.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2)
+    return attention.attend(q, k, v, mask, attention.dropout if attention.training else 0.0)
+
+
 class GPT2Attention(nn.Module):
     """Multi-head attention as in GPT-2: queries, keys and values from one matrix, with biases."""
 
@@ -150,11 +159,7 @@ class GPT2Attention(nn.Module):
 
     def forward(self, x, rope, positions, mask, cache):
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)  # (B, T, nh, hd) each
-        if cache is not None:
-            k, v = write_cache(cache, positions, k, v)
-            if x.size(1) == 1:
-                return self.c_proj(self.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2))
-        return self.c_proj(self.attend(q, k, v, mask, self.dropout if self.training else 0.0))
+        return self.c_proj(attend_or_decode(self, q, k, v, positions, mask, cache))
 
 
 class LlamaAttention(nn.Module):
@@ -177,11 +182,7 @@ class LlamaAttention(nn.Module):
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q = apply_rotary_emb(self.q_norm(q.float()), rope).type_as(v)
         k = apply_rotary_emb(self.k_norm(k.float()), rope).type_as(v)
-        if cache is not None:
-            k, v = write_cache(cache, positions, k, v)
-            if x.size(1) == 1:
-                return self.o_proj(self.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2))
-        return self.o_proj(self.attend(q, k, v, mask, self.dropout if self.training else 0.0))
+        return self.o_proj(attend_or_decode(self, q, k, v, positions, mask, cache))
 
 
 def apply_rotary_emb(x, rope):
