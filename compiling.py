@@ -27,6 +27,9 @@ def compile_options(config, device):
     if config["compile"]:
         error = compile_error(device, config["compile_backend"])
         if not error:
+            if device.type == "cuda":
+                # else inductor fuses the sums over the loss's chunks, and keeps all chunks until then (torch 2.15)
+                torch._inductor.config.max_fusion_unique_io_buffers = 16
             return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
         print0(f"WARNING: torch.compile cannot work here ({error}): running uncompiled, slower")
     print0("not compiled")

@@ -39,7 +39,7 @@ class GPTConfig:
     tied_head: bool | None = None  # llama: the head shares the embedding's matrix, as in gpt2; None: False
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
-    local_heads: bool = False  # llama: the first layer's heads begin by looking a few positions back; needs both norms
+    local_heads: bool = False  # llama: heads begin by looking a few positions back, one by copying; needs both norms
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C, next multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -105,7 +105,7 @@ def attend(q, k, v, mask, dropout):
     mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
-    # no fast CUDA kernel takes grouped queries with a mask or in float32
+    # no fast CUDA kernel takes grouped queries with a mask or in float32 (torch 2.13 on an A100)
     if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
@@ -460,6 +460,11 @@ class GPT(nn.Module):
         Makes the i-th key head of the first layer attend around the i-th position before the query, so that training
         need not discover local attention first. A constant added to all embeddings gives queries and keys a part that
         is the same for every token; in the keys of the i-th head that part is rotated by i positions more.
+
+        Makes the first head of the second layer an induction head (Olsson et al. 2022): it attends to positions after
+        an earlier occurrence of the current token, to copy what followed then. The first layer's first head, which
+        looks one back, writes features of the token before into the residual stream. Queries are the same features of
+        the current token, keys those that were written. Random projections keep the features of tokens apart.
         """
         c = self.config
         self.transformer.wte.weight += 1
@@ -467,6 +472,15 @@ class GPT(nn.Module):
         attn = self.transformer.h[0].attn  # first layer only: in later ones it delays induction heads
         attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
         attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
+        if c.n_layer > 1:
+            rows = torch.arange(c.head_dim).view(2, -1)[:, -(3 * c.head_dim // 16):].flatten()  # that rotate slowest
+            token, before = torch.randn(2, len(rows), c.n_embd)
+            token, before = (F.normalize(x - x.mean(1, keepdim=True)) for x in (token, before))  # without the constant
+            attn.v_proj.weight[:len(rows)] += token
+            attn.o_proj.weight[:, :len(rows)] += before.t()
+            attn = self.transformer.h[1].attn
+            attn.q_proj.weight[rows] += token
+            attn.k_proj.weight[rows] += before
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """

@@ -136,9 +136,30 @@ def test_a_local_key_head_looks_as_far_back_as_its_number(n_kv_head, local_heads
 def test_local_heads_change_the_initial_weights_and_nothing_else():
     local, plain = normalized_gpt(4, True), normalized_gpt(4, False)
     changed = {name for (name, p), q in zip(local.named_parameters(), plain.parameters()) if not torch.equal(p, q)}
-    assert changed == {"transformer.wte.weight", *(f"transformer.h.0.attn.{matrix}_proj.weight" for matrix in "qk")}
+    assert changed == {"transformer.wte.weight", *(f"transformer.h.{matrix}_proj.weight" for matrix in (
+        "0.attn.q", "0.attn.k", "0.attn.v", "0.attn.o", "1.attn.q", "1.attn.k"))}
     plain.load_state_dict(local.state_dict())
     assert torch.equal(local(tokens()), plain(tokens()))
+
+
+def test_an_induction_head_looks_at_what_followed_the_token_before():
+    """32 ids in random order, twice: in the second copy it prefers the id that followed in the first one."""
+    ratios = []  # of the weight on that id to the mean weight, for the first head of each layer
+
+    def attend_and_look(q, k, v, mask, dropout):
+        values = torch.eye(64)[None, :, None].expand(8, 64, 4, 64)
+        weights = attend(q, k, values, mask, dropout).unflatten(2, (4, 64))[:, 32:63, 0]  # (B, 31, T)
+        ratios.append((weights.diagonal(1, 1, 2).mean() / (1 / torch.arange(33, 64)).mean()).item())
+        return attend(q, k, v, mask, dropout)
+
+    for local_heads in (True, False):
+        torch.manual_seed(0)
+        gpt = GPT(GPTConfig(arch="llama", n_layer=2, n_head=4, n_embd=256, vocab_size=384, max_seq_len=64,
+                            qk_norm=True, embed_norm=True, local_heads=local_heads))
+        for block in gpt.transformer.h:
+            block.attn.attend = attend_and_look
+        gpt(torch.stack([torch.randperm(256)[:32].repeat(2) for _ in range(8)]))
+    assert ratios[1] > 1.8 and all(ratio < 1.2 for ratio in ratios[:1] + ratios[2:]), ratios
 
 
 # ---------------------------------------------------------------------------------------------------
