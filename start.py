@@ -118,13 +118,14 @@ def check_out_dir(config, resuming, checkpoint):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
-    settings = folder / "config.json"
-    content = settings.read_bytes() if settings.is_file() else b"none"
-    if not resuming and content and b'"init_from": ' not in content:  # no run wrote it; empty: ours, of a full disk
-        for name in ("config.json", "log.jsonl", "loss.png"):
-            if (folder / name).exists():
-                fail(f"--out_dir={folder}: holds a {name} and no config.json of a training run, which would replace "
-                     f"the file; give another folder")
+    for name, key in (("config.json", b'"init_from": '), ("log.jsonl", b'{"iter": ')):  # a key in our files
+        path = folder / name
+        content = path.read_bytes() if path.is_file() else b""  # empty is ours, after a full disk
+        if content and key not in content:
+            fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
+                 f"another folder")
+    if (folder / "loss.png").exists() and not (folder / "log.jsonl").exists():
+        fail(f"--out_dir={folder}: holds a loss.png without a log.jsonl, which would be replaced; give another folder")
 
 
 def report_settings(config, overrides, device):

@@ -390,15 +390,19 @@ def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
         assert f"holds {tmp_path}/ckpt.pt, which this run reads" in line
 
 
-def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, capsys):
-    """config.json decides whose folder it is: with a run's settings, or empty, since the disk was full, it is ours."""
-    config = {"out_dir": str(tmp_path), "init_from": "scratch", "overwrite": True}
-    for name in ("loss.png", "log.jsonl", "config.json"):
-        (tmp_path / name).write_text('{"hidden_size": 768}')
-        assert f"--out_dir={tmp_path}: holds a {name} and no" in error_line(capsys, check_out_dir, config, False, None)
-    for content in ("", json.dumps({"out_dir": "o", "init_from": "scratch"}, indent=1)):
-        (tmp_path / "config.json").write_text(content)
-        check_out_dir(config, False, None)
+@pytest.mark.parametrize("resuming", [True, False])
+def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, capsys, resuming):
+    """What is in a file of a run's names decides: settings, lines of a log, or nothing (the disk was full)."""
+    config = {"out_dir": str(tmp_path), "init_from": "resume", "overwrite": True}
+    for name, foreign, ours in (
+            ("config.json", '{"hidden_size": 768}', json.dumps({"out_dir": "o", "init_from": "scratch"}, indent=1)),
+            ("log.jsonl", '{"loss": 3.0, "iter": 1}\n', '{"iter": 0, "tokens": 0, "event": "start"}\n')):
+        (tmp_path / name).write_text(foreign)
+        line = error_line(capsys, check_out_dir, config, resuming, None)
+        assert f"--out_dir={tmp_path}: holds a {name} that is not of a training run" in line
+        for content in ("", ours):
+            (tmp_path / name).write_text(content)
+            check_out_dir(config, resuming, None)
     mine = {name: b"mine" for name in ("ckpt.pt.bak", "ckpt.pt.old", "ckpt_20_paper.pt", "lock", "ckpt_prev.txt")}
     for name, content in mine.items():
         (tmp_path / name).write_bytes(content)
