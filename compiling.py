@@ -9,6 +9,8 @@ from configurator import fail, format_error
 from distributed import is_sharded, print0
 from model import IGNORE
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
+
 
 def compile_error(device, backend):
     """Why torch.compile cannot work here (no C++ compiler, no Triton, ...), in one line; None if it can."""
@@ -46,7 +48,7 @@ def wrap_model(orig_model, device, options):
         return orig_model, orig_model
     orig_model.to(device)
     compiled = torch.compile(orig_model, **options) if options else orig_model
-    if options and options["mode"] in ("reduce-overhead", "max-autotune"):
+    if options and options["mode"] in CUDA_GRAPHS:
         # CUDA graphs overwrite a gradient when they run again, so accumulate into a copy
         for p in orig_model.parameters():
             if p.requires_grad:

@@ -90,18 +90,18 @@ def tokenize_row(task, row, tokenizer, stage):
     A chat model gets MMLU (answered by letter), GSM8K and tasks of other names, which have the columns of either, in
     the chat format. HellaSwag and ARC ask which text is likelier, so they are the same for both stages.
     """
-    other_name = task not in TASKS
-    free_form = task == "gsm8k" or other_name and "choices" not in row
+    columns = task if task in TASKS else "mmlu" if "choices" in row else "gsm8k"
+    free_form = columns == "gsm8k"
     if free_form:
         question, choices, gold = row["question"], [], final_number(row["answer"])
-        last = row["answer"].split()[-1]
-        if other_name and "####" not in row["answer"] and not re.fullmatch(r"\W*[\d.,]+\W*", last):
-            raise ValueError("its answer does not end with a number")
-    elif task == "hellaswag":
+        if task not in TASKS and "####" not in row["answer"]:
+            if not re.fullmatch(r"\W*\d[\d.,]*\W*", row["answer"].split()[-1]):
+                raise ValueError("its answer does not end with a number")
+    elif columns == "hellaswag":
         question, choices, gold = row["ctx"], row["endings"], int(row["label"])
         if "ctx_a" in row:  # as on the hub, where ctx is not capitalised
             question = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    elif task == "mmlu" or other_name:
+    elif columns == "mmlu":
         question, choices, gold = row["question"].strip(), row["choices"], row["answer"]
     else:
         question, choices = row["question"], row["choices"]["text"]
@@ -109,11 +109,11 @@ def tokenize_row(task, row, tokenizer, stage):
     if gold is None or not free_form and gold not in range(len(choices)) or not isinstance(choices, list):
         raise ValueError("its choices are not a list, or its answer is none of them, or no number")
 
-    text = question if other_name and free_form else "Question: " + question + "\nAnswer:"
+    text = question if free_form and task not in TASKS else "Question: " + question + "\nAnswer:"
     if task == "hellaswag":
         text, choices = clean(question), [clean(choice) for choice in choices]
     characters = [max(len(choice), 1) for choice in choices]
-    if stage == "chat" and (free_form or task == "mmlu" or other_name):
+    if stage == "chat" and columns in ("gsm8k", "mmlu"):
         if choices:
             if len(choices) > 26:
                 raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")

@@ -453,6 +453,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
         if self.config.local_heads:
             self.init_local_heads()
+            if self.config.n_layer > 1:
+                self.init_induction_head()
 
     @torch.no_grad()
     def init_local_heads(self):
@@ -460,11 +462,6 @@ class GPT(nn.Module):
         Makes the i-th key head of the first layer attend around the i-th position before the query, so that training
         need not discover local attention first. A constant added to all embeddings gives queries and keys a part that
         is the same for every token; in the keys of the i-th head that part is rotated by i positions more.
-
-        Makes the first head of the second layer an induction head (Olsson et al. 2022): it attends to positions after
-        an earlier occurrence of the current token, to copy what followed then. The first layer's first head, which
-        looks one back, writes features of the token before into the residual stream. Queries are the same features of
-        the current token, keys those that were written. Random projections keep the features of tokens apart.
         """
         c = self.config
         self.transformer.wte.weight += 1
@@ -472,15 +469,23 @@ class GPT(nn.Module):
         attn = self.transformer.h[0].attn  # first layer only: in later ones it delays induction heads
         attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
         attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
-        if c.n_layer > 1:
-            rows = torch.arange(c.head_dim).view(2, -1)[:, -(3 * c.head_dim // 16):].flatten()  # that rotate slowest
-            token, before = torch.randn(2, len(rows), c.n_embd)
-            token, before = (F.normalize(x - x.mean(1, keepdim=True)) for x in (token, before))  # without the constant
-            attn.v_proj.weight[:len(rows)] += token
-            attn.o_proj.weight[:, :len(rows)] += before.t()
-            attn = self.transformer.h[1].attn
-            attn.q_proj.weight[rows] += token
-            attn.k_proj.weight[rows] += before
+
+    @torch.no_grad()
+    def init_induction_head(self):
+        """
+        Makes the first head of the second layer an induction head (Olsson et al. 2022): it attends to positions after
+        an earlier occurrence of the current token, to copy what followed then. The first layer's first head, which
+        looks one back, writes features of the token before into the residual stream. Queries are the same features of
+        the current token, keys those that were written. Random projections keep the features of tokens apart.
+        """
+        c, first, second = self.config, self.transformer.h[0].attn, self.transformer.h[1].attn
+        rows = torch.arange(c.head_dim).view(2, -1)[:, -(3 * c.head_dim // 16):].flatten()  # those that rotate slowest
+        token, before = torch.randn(2, len(rows), c.n_embd)
+        token, before = (F.normalize(x - x.mean(1, keepdim=True)) for x in (token, before))  # without the constant
+        first.v_proj.weight[:len(rows)] += token
+        first.o_proj.weight[:, :len(rows)] += before.t()
+        second.q_proj.weight[rows] += token
+        second.k_proj.weight[rows] += before
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """

@@ -308,7 +308,7 @@ if __name__ == "__main__":
     print(f"{folder}: {summary}\n"
           f"the first {recipe['val_tokens']:,} tokens are for validation; train on the rest:\n"
           f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}--data_dir={folder}"
-          f"{'' if dataset == 'python' else f' --out_dir=out-{folder.name}'}"
-          + ("" if meta["bytes"] > 50e6 or encoding.name == "bytes" else
-             "\nThis is little text for GPT-2 124M: for a small model prepare it in another folder, with "
-             "--tokenizer=bytes"))
+          f"{'' if dataset == 'python' else f' --out_dir=out-{folder.name}'}")
+    if meta["bytes"] < 50e6 and encoding.name != "bytes":
+        print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
+              "--tokenizer=bytes")

@@ -244,9 +244,9 @@ if __name__ == "__main__":
             import readline  # noqa: F401 where it exists, arrow keys work in input()
         print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer or ends")
     system_message = [{"role": "system", "content": system}] if system else []
-    messages = []
+    messages, message = [], text
     with suppress(EOFError, KeyboardInterrupt):
-        while (message := text or input("\nyou: ").strip()) not in ("/quit", "quit", "exit"):
+        while text or (message := input("\nyou: ").strip()) not in ("/quit", "quit", "exit"):
             if message == "/reset":
                 messages = []
                 print("(a new conversation)")

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from compiling import CUDA_GRAPHS
 from configurator import fail
 
 WHOLE = dict(full_state_dict=True, cpu_offload=True)
@@ -22,9 +23,9 @@ def apply_fsdp(model, device, dtype, options):
         fail("--shard_teacher=True or --fsdp=True: expected several ranks; start with torchrun")
     if dtype == "float16":
         fail("--dtype=float16 --shard_teacher=True or --fsdp=True: expected --dtype=bfloat16 or float32")
-    if options and options["mode"] in ("reduce-overhead", "max-autotune"):
-        fail(f"--compile_mode={options['mode']} --shard_teacher=True or --fsdp=True: CUDA graphs need weights that stay "
-             f"in place; expected default")
+    if options and options["mode"] in CUDA_GRAPHS:
+        fail(f"--compile_mode={options['mode']} --shard_teacher=True or --fsdp=True: CUDA graphs need weights that "
+             f"stay in place; expected default")
     policy = MixedPrecisionPolicy(param_dtype=torch.float32 if device.type == "cpu" else getattr(torch, dtype),
                                   reduce_dtype=torch.float32, cast_forward_inputs=False)
     settings = {"mesh": dist.init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}

@@ -441,6 +441,7 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("gsm8k", json.dumps({"question": "q", "answer": "seven"}), "its answer is none of them, or no number"),
     ("gsm8k", json.dumps({"question": None, "answer": "#### 7"}), "TypeError"),
     ("chess", json.dumps({"question": "1. e4 e5?", "answer": "2. Nf3"}), "its answer does not end with a number"),
+    ("chess", json.dumps({"question": "1 + 1?", "answer": "2 or 3 ..."}), "its answer does not end with a number"),
     ("chess", json.dumps({"question": "1 + 1?", "answer": ""}), "IndexError"),
     ("chess", json.dumps(mmlu("q", ["a", "b"], 1)), "some rows have choices and some have none")])
 def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected):
