@@ -204,7 +204,8 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         fail(f"--out_dir={out_dir}: holds the base of {checkpoint}, or that model itself; give another folder")
     tokenizer, chat = get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
     fault = llama_cpp_fault(model.config, tokenizer)
-    hf_model = build_hf_model(model, tokenizer, chat).to(getattr(torch, dtype))
+    with one_line_errors(checkpoint, errors=ValueError):  # its chat template may fail
+        hf_model = build_hf_model(model, tokenizer, chat).to(getattr(torch, dtype))
     for name, p in hf_model.named_parameters():
         if p.isinf().any():
             fail(f"--dtype={dtype}: {name} has weights above its largest number; use bfloat16")

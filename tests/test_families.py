@@ -268,7 +268,9 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
     assert "its vocabulary no room" in error_line(capsys, check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
     assert "ends an answer with no special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
-    assert "failed: no" in tune(changed(chat_template__jinja="{{ raise_exception('no') }}"))
+    failing = changed(chat_template__jinja="{{ raise_exception('no') }}")
+    assert "failed: no" in tune(failing)
+    assert "failed: no" in refused("export_hf.py", f"--checkpoint={failing}", f"--out_dir={tmp_path}/exported")
     for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:
         folder = changed(**{name.replace(".", "__"): content})
