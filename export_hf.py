@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from chat_data import parse_mixture
-from checkpoint import describe_model, load_model
+from checkpoint import check_chat_format, describe_model, load_model
 from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, convert_weights, hub_name,
                        import_transformers)
 from tokenizer import END_OF_TEXT, ROLES, chat_tokens, count_ids, get_tokenizer, has_template
@@ -204,8 +204,9 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         fail(f"--out_dir={out_dir}: holds the base of {checkpoint}, or that model itself; give another folder")
     tokenizer, chat = get_tokenizer(loaded["tokenizer"]), loaded["stage"] == "chat"
     fault = llama_cpp_fault(model.config, tokenizer)
-    with one_line_errors(checkpoint, errors=ValueError):  # its chat template may fail
-        hf_model = build_hf_model(model, tokenizer, chat).to(getattr(torch, dtype))
+    if chat:
+        check_chat_format(checkpoint, tokenizer, model.config.vocab_size)
+    hf_model = build_hf_model(model, tokenizer, chat).to(getattr(torch, dtype))
     for name, p in hf_model.named_parameters():
         if p.isinf().any():
             fail(f"--dtype={dtype}: {name} has weights above its largest number; use bfloat16")
