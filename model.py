@@ -459,13 +459,16 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_local_heads(self):
         """
-        Makes the i-th key head of the first layer attend around the i-th position before the query, so that training
-        need not discover local attention first. A constant added to all embeddings gives queries and keys a part that
-        is the same for every token; in the keys of the i-th head that part is rotated by i positions more.
+        Makes the i-th key head of the first layer attend to the i-th position before the query, so that training need
+        not discover local attention first. A constant added to all embeddings gives queries and keys a part that is
+        the same for every token; in the keys of the i-th head that part is rotated by i positions more. It is larger
+        in the pairs that rotate faster, which tell neighbouring positions apart.
         """
         c = self.config
         self.transformer.wte.weight += 1
-        cos_sin = 0.5 / math.sqrt(c.n_embd) * self.rope.transpose(0, 1).flatten(1)  # (max_seq_len, hd)
+        amplitude = c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim / 2)  # root of each pair's frequency
+        amplitude *= 0.5 / math.sqrt(c.n_embd) / amplitude.square().mean().sqrt()
+        cos_sin = (amplitude * self.rope).transpose(0, 1).flatten(1)  # (max_seq_len, hd)
         attn = self.transformer.h[0].attn  # first layer only: in later ones it delays induction heads
         attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
         attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
@@ -473,19 +476,32 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_induction_head(self):
         """
-        Makes the first head of the second layer an induction head (Olsson et al. 2022): it attends to positions after
-        an earlier occurrence of the current token, to copy what followed then. The first layer's first head, which
-        looks one back, writes features of the token before into the residual stream. Queries are the same features of
-        the current token, keys those that were written. Random projections keep the features of tokens apart.
+        Makes the first head of the second layer an induction head (Olsson et al. 2022): it attends to positions whose
+        preceding tokens are the latest ones, and copies what stands there. Tokens are compared and copied as features,
+        random projections of their embeddings.
         """
         c, first, second = self.config, self.transformer.h[0].attn, self.transformer.h[1].attn
-        rows = torch.arange(c.head_dim).view(2, -1)[:, -(3 * c.head_dim // 16):].flatten()  # those that rotate slowest
-        token, before = torch.randn(2, len(rows), c.n_embd)
-        token, before = (F.normalize(x - x.mean(1, keepdim=True)) for x in (token, before))  # without the constant
-        first.v_proj.weight[:len(rows)] += token
-        first.o_proj.weight[:, :len(rows)] += before.t()
-        second.q_proj.weight[rows] += token
-        second.k_proj.weight[rows] += before
+        C, hd, width = c.n_embd, c.head_dim, c.head_dim * c.n_head // c.n_kv_head  # of the heads that share a key
+
+        def random_directions(*size):
+            x = torch.randn(*size, C)
+            return F.normalize(x - x.mean(-1, keepdim=True), dim=-1)  # orthogonal to the constant of local heads
+
+        compared = min(2, c.n_kv_head, hd // 2)  # tokens; one head of the first layer fetches each
+        pairs = max(1, 3 * hd // 16 // compared)  # of query and key, for each token
+        slowest = torch.arange(hd).view(2, -1)[:, -pairs * compared:]  # their rotation hardly depends on the distance
+        back = random_directions(compared + 1, 2 * pairs)  # back[i]: where the residual stream holds the token i back
+        for i in range(compared):
+            first.v_proj.weight[i * hd:i * hd + 2 * pairs] += back[0]
+            first.o_proj.weight[:, i * width:i * width + 2 * pairs] += 2 * back[i + 1].t()
+            rows = slowest[:, i::compared].flatten()
+            second.q_proj.weight[rows] += back[i]
+            second.k_proj.weight[rows] += back[i + 1]
+        token, copied = random_directions(2, hd)
+        second.v_proj.weight[:hd] += token
+        second.o_proj.weight[:, :hd] += copied.t()
+        embedding = (self.transformer.wte.weight - 1) / math.sqrt(2)  # as normalized, without the constant
+        self.lm_head.weight += 0.2 * (embedding @ token.t()) @ copied
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """
