@@ -58,7 +58,8 @@ def load_checkpoint(path, merge=True):
             for key, kind in ENTRIES.items():
                 if not isinstance(checkpoint[key], kind):
                     raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
-            # older checkpoints have no norm_eps
+            # older checkpoints have no norm_eps, and local_heads, which is about initial weights
+            checkpoint["model_args"].pop("local_heads", None)
             checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
             for name, value in checkpoint["model_args"].items():
                 kind = GPTConfig.__annotations__[name]

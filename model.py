@@ -39,7 +39,6 @@ class GPTConfig:
     tied_head: bool | None = None  # llama: the head shares the embedding's matrix, as in gpt2; None: False
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
-    local_heads: bool = False  # llama: heads begin by looking a few positions back, one by copying; needs both norms
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C, next multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
@@ -77,8 +76,6 @@ class GPTConfig:
             value = derived.get(name, getattr(GPTConfig, name))
             expect(name, getattr(self, name) == value,
                    f"expected {value}, the only value with arch={self.arch} attention={self.attention}")
-        expect("local_heads", not self.local_heads or self.qk_norm and self.embed_norm,
-               "expected False without qk_norm=True and embed_norm=True")
         expect("embed_norm", gpt2 or not (self.embed_norm and self.tied_head), "expected False with tied_head=True")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
         if not gpt2:
@@ -90,9 +87,9 @@ class GPTConfig:
 MLA_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields that a variant does not use. gpt2 with mla is a plain GPT-2 once keys and values are multiplied out.
 NO_CHOICE = {
-    "gpt2": ("n_kv_head", "head_dim", "tied_head", "qk_norm", "embed_norm", "local_heads", *MLA_SIZES[1:]),
+    "gpt2": ("n_kv_head", "head_dim", "tied_head", "qk_norm", "embed_norm", *MLA_SIZES[1:]),
     "llama": ("gelu",), "mha": MLA_SIZES,
-    "mla": ("n_kv_head", "head_dim", "tied_head", "rope_factor", "qk_norm", "local_heads")}
+    "mla": ("n_kv_head", "head_dim", "tied_head", "rope_factor", "qk_norm")}
 
 
 # -----------------------------------------------------------------------------
@@ -451,57 +448,6 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             else:
                 nn.init.normal_(p, std=0.02)
-        if self.config.local_heads:
-            self.init_local_heads()
-            if self.config.n_layer > 1:
-                self.init_induction_head()
-
-    @torch.no_grad()
-    def init_local_heads(self):
-        """
-        Makes the i-th key head of the first layer attend to the i-th position before the query, so that training need
-        not discover local attention first. A constant added to all embeddings gives queries and keys a part that is
-        the same for every token; in the keys of the i-th head that part is rotated by i positions more. It is larger
-        in the pairs that rotate faster, which tell neighbouring positions apart.
-        """
-        c = self.config
-        self.transformer.wte.weight += 1
-        amplitude = c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim / 2)  # root of each pair's frequency
-        amplitude *= 0.5 / math.sqrt(c.n_embd) / amplitude.square().mean().sqrt()
-        cos_sin = (amplitude * self.rope).transpose(0, 1).flatten(1)  # (max_seq_len, hd)
-        attn = self.transformer.h[0].attn  # first layer only: in later ones it delays induction heads
-        attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
-        attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
-
-    @torch.no_grad()
-    def init_induction_head(self):
-        """
-        Makes the first head of the second layer an induction head (Olsson et al. 2022): it attends to positions whose
-        preceding tokens are the latest ones, and copies what stands there. Tokens are compared and copied as features,
-        random projections of their embeddings.
-        """
-        c, first, second = self.config, self.transformer.h[0].attn, self.transformer.h[1].attn
-        C, hd, width = c.n_embd, c.head_dim, c.head_dim * c.n_head // c.n_kv_head  # of the heads that share a key
-
-        def random_directions(*size):
-            x = torch.randn(*size, C)
-            return F.normalize(x - x.mean(-1, keepdim=True), dim=-1)  # orthogonal to the constant of local heads
-
-        compared = min(2, c.n_kv_head, hd // 2)  # tokens; one head of the first layer fetches each
-        pairs = max(1, 3 * hd // 16 // compared)  # of query and key, for each token
-        slowest = torch.arange(hd).view(2, -1)[:, -pairs * compared:]  # their rotation hardly depends on the distance
-        back = random_directions(compared + 1, 2 * pairs)  # back[i]: where the residual stream holds the token i back
-        for i in range(compared):
-            first.v_proj.weight[i * hd:i * hd + 2 * pairs] += back[0]
-            first.o_proj.weight[:, i * width:i * width + 2 * pairs] += 2 * back[i + 1].t()
-            rows = slowest[:, i::compared].flatten()
-            second.q_proj.weight[rows] += back[i]
-            second.k_proj.weight[rows] += back[i + 1]
-        token, copied = random_directions(2, hd)
-        second.v_proj.weight[:hd] += token
-        second.o_proj.weight[:, :hd] += copied.t()
-        embedding = (self.transformer.wte.weight - 1) / math.sqrt(2)  # as normalized, without the constant
-        self.lm_head.weight += 0.2 * (embedding @ token.t()) @ copied
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """

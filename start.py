@@ -13,8 +13,8 @@ from distributed import print0, rank
 from machine import describe_machine
 
 # settings that a resumed run cannot change, and settings that it does not take from its checkpoint
-FIXED = ("max_seq_len", "pack", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature", "lora_rank",
-         "lora_alpha", "lora_targets")
+FIXED = ("max_seq_len", "local_heads", "pack", "seed", "optimizer", "sparsity", "teacher_cache", "learn_temperature",
+         "lora_rank", "lora_alpha", "lora_targets")
 PER_START = ("out_dir", "overwrite", "print_batch", "chat_dir", "sanity_check")
 
 

@@ -342,9 +342,10 @@ def test_a_run_resumes_with_its_data_and_no_fewer_steps(tmp_path, capsys):
 
 
 def test_a_checkpoint_of_the_second_edition_resumes(trained, tmp_path):
-    """It knows no local_heads, has settings that are gone, and looked for spikes by default."""
+    """Its model has local_heads, it has settings that are gone, and looked for spikes by default."""
     old, runs = load(trained), []
-    del old["model_args"]["local_heads"], old["config"]["local_heads"]
+    old["model_args"]["local_heads"] = False
+    del old["config"]["local_heads"]
     old["config"] |= {"gelu": "tanh", "keep_interval": 0, "max_faults": 5}
     if (ROOT / "extras" / "rollback.py").exists():
         old["config"] |= {"spike_loss": 3.0, "spike_norm": 100.0}

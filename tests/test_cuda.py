@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import (COMPILED, GPU, LLAMA, MLA, SFT, TINY, VARIANTS, chats, check_losses_of_a_cpu, check_same_run,
-                      load, needs_gpu, new_gpt, packed, run_on_gpu, same, tokens)
+                      extra_flags, load, needs_gpu, new_gpt, packed, run_on_gpu, same, tokens)
 from distributed import make_autocast
 
 pytestmark = needs_gpu
@@ -66,7 +66,8 @@ def test_compiled_equals_eager(variant, rows):
 @pytest.mark.parametrize("model, flags, tolerance", [
     ([], [], 2e-3),  # TF32
     ([], COMPILED, 2e-3),
-    ([*LLAMA, "--embed_norm=True", "--local_heads=True"], [*COMPILED, "--dtype=bfloat16"], 2e-2),
+    ([*LLAMA, "--embed_norm=True", *extra_flags(local_heads=["--local_heads=True"])], [*COMPILED, "--dtype=bfloat16"],
+     2e-2),
     ([], [*COMPILED, "--dtype=float16"], 5e-3),
     ([*LLAMA, "--optimizer=muon"], [*COMPILED, "--dtype=float16"], 3e-2),
     (MLA, [*COMPILED, "--compile_mode=reduce-overhead"], 2e-3),

@@ -12,8 +12,8 @@ from conftest import ROOT, SFT, TINY, Program, chats, extra_flags, forked, run, 
 # what asks for each file; plot and block_attention are on by default, compare is a script: nothing asks for them
 ASKED = {"distill": "--teacher=gpt2", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam",
          "fsdp": "--fsdp=True", "rollback": "--spike_loss=2", "sanity": "--sanity_check=True",
-         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "plot": None, "compare": None,
-         "block_attention": None}
+         "trackers": "--tensorboard=True", "lora": "--lora_rank=2", "local_heads": "--local_heads=True", "plot": None,
+         "compare": None, "block_attention": None}
 EXTRAS = sorted(path.stem for path in (ROOT / "extras").glob("*.py") if path.stem != "__init__")
 
 
@@ -132,7 +132,7 @@ def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
 OPTIONAL = {"eval_tasks", "task_dir", "sample_tokens", "wandb_log", "wandb_project", "tensorboard", "spam_interval",
             "spam_warmup", "spam_theta", "sparsity", "prune_by", "prune_begin", "prune_end", "teacher",
             "teacher_weight", "teacher_temperature", "learn_temperature", "teacher_cache", "shard_teacher",
-            "spike_loss", "spike_norm", "rollback_lr", "fsdp"}
+            "spike_loss", "spike_norm", "rollback_lr", "local_heads", "fsdp"}
 
 
 @pytest.mark.parametrize("kept", ["", "sparsity|prune_|spike_loss|rollback_lr|tensorboard|teacher|learn_temperature"],

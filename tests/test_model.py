@@ -25,8 +25,7 @@ def transformers_twin(gpt):
 
 def test_each_field_of_the_config_is_in_a_variant():
     """So a new one is tested as the others are: cached decoding equals uncached, packed unpacked, exported ours."""
-    tested = {*SMALL, "dropout", "embed_norm", "local_heads", "gelu", "intermediate_size", "rope_theta",
-              "norm_eps"}  # elsewhere
+    tested = {*SMALL, "dropout", "embed_norm", "gelu", "intermediate_size", "rope_theta", "norm_eps"}  # elsewhere
     for variant in VARIANTS.values():
         tested |= {*variant, *variant.values()}
     choices = literals("train_gpt2.py")
@@ -101,73 +100,6 @@ def test_initial_weights_have_the_stated_spread():
         stds = {name: p.std().item() for name, p in gpt.named_parameters()}
         assert stds["transformer.wte.weight"] == pytest.approx(0.02, rel=0.05)
         assert stds[f"transformer.h.1.{scaled}.weight"] == pytest.approx(0.02 / math.sqrt(2 * 3), rel=0.05)
-
-
-# ---------------------------------------------------------------------------------------------------
-# local heads
-
-def normalized_gpt(n_kv_head, local_heads):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**SMALL, arch="llama", n_kv_head=n_kv_head, qk_norm=True, embed_norm=True,
-                         local_heads=local_heads))
-
-
-@pytest.mark.parametrize("n_kv_head", [4, 2])
-@pytest.mark.parametrize("local_heads", [True, False])
-def test_a_local_key_head_looks_as_far_back_as_its_number(n_kv_head, local_heads):
-    """In the first layer, on random ids. Without local_heads no head prefers a distance."""
-    seen = []  # for each layer the mean attention weight on the key 0, 1, ..., 19 positions back: (20, heads)
-
-    def attend_and_look(q, k, v, mask, dropout):
-        values = torch.eye(48)[None, :, None].expand(8, 48, n_kv_head, 48)  # so that the output is the weights
-        weights = attend(q, k, values, mask, dropout).unflatten(2, (4, 48))[:, 20:]  # (B, T - 20, heads, T)
-        seen.append(torch.stack([weights.diagonal(20 - back, 1, 3).mean((0, 2)) for back in range(20)]))
-        return attend(q, k, v, mask, dropout)
-
-    gpt = normalized_gpt(n_kv_head, local_heads)
-    for block in gpt.transformer.h:
-        block.attn.attend = attend_and_look
-    gpt(tokens(8))
-    most, back = torch.stack(seen).max(1)  # (layers, heads)
-    assert most.shape == (3, 4) and (most[0] > 0.2).all() == local_heads == (most > 0.2).any()
-    assert not local_heads or (back[0] == torch.arange(4) // (4 // n_kv_head) + 1).all()
-
-
-def test_local_heads_change_the_initial_weights_and_nothing_else():
-    local, plain = normalized_gpt(4, True), normalized_gpt(4, False)
-    changed = {name for (name, p), q in zip(local.named_parameters(), plain.parameters()) if not torch.equal(p, q)}
-    assert changed == {"transformer.wte.weight", "lm_head.weight", *(f"transformer.h.{matrix}_proj.weight" for matrix in (
-        "0.attn.q", "0.attn.k", "0.attn.v", "0.attn.o", "1.attn.q", "1.attn.k", "1.attn.v", "1.attn.o"))}
-    plain.load_state_dict(local.state_dict())
-    assert torch.equal(local(tokens()), plain(tokens()))
-
-
-def test_an_induction_head_copies_what_followed_the_latest_tokens():
-    """
-    16 ids in two random orders, and all of that again: in the second copy it looks at the id that followed the same two
-    ids in the first one, and the model expects that id.
-    """
-    ratios = []  # of the weight on that id to the mean weight, for the first head of each layer
-    gains = []  # by how much the loss is lower on the second copy than on the first, in nats
-
-    def attend_and_look(q, k, v, mask, dropout):
-        values = torch.eye(64)[None, :, None].expand(8, 64, 4, 64)
-        weights = attend(q, k, values, mask, dropout).unflatten(2, (4, 64))[:, 32:63, 0]  # (B, 31, T)
-        ratios.append((weights.diagonal(1, 1, 2).mean() / (1 / torch.arange(33, 64)).mean()).item())
-        return attend(q, k, v, mask, dropout)
-
-    for local_heads in (True, False):
-        torch.manual_seed(0)
-        gpt = GPT(GPTConfig(arch="llama", n_layer=2, n_head=4, n_embd=256, vocab_size=384, max_seq_len=64,
-                            qk_norm=True, embed_norm=True, local_heads=local_heads))
-        for block in gpt.transformer.h:
-            block.attn.attend = attend_and_look
-        idx = torch.stack([torch.cat((torch.randperm(16), torch.randperm(16))).repeat(2) for _ in range(8)])
-        logits = gpt(idx)
-        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten(), reduction="none").view(8, 63)
-        gains.append((losses[:, :31].mean() - losses[:, 32:].mean()).item())
-    assert ratios[1] > 8 and all(ratio < 1.2 for ratio in ratios[:1] + ratios[2:]), ratios
-    assert gains[0] > 1 and abs(gains[1]) < 0.02, gains
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -277,10 +209,6 @@ LLAMA, MLA = dict(arch="llama"), dict(attention="mla", kv_lora_rank=8)
 @pytest.mark.parametrize("named, settings", [
     ("n_embd", dict(n_embd=65)),
     ("n_kv_head", dict(n_kv_head=2)), ("qk_norm", dict(qk_norm=True)), ("embed_norm", dict(embed_norm=True)),  # gpt2
-    ("local_heads", dict(local_heads=True)),
-    ("local_heads", LLAMA | dict(local_heads=True, qk_norm=True)),
-    ("local_heads", LLAMA | dict(local_heads=True, embed_norm=True)),
-    ("local_heads", LLAMA | MLA | dict(local_heads=True, embed_norm=True)),
     ("gelu", LLAMA | dict(gelu="exact")),
     ("n_kv_head", LLAMA | dict(n_kv_head=3)), ("n_head", LLAMA | dict(n_embd=20)),
     ("kv_lora_rank", dict(kv_lora_rank=8)), ("q_lora_rank", LLAMA | dict(q_lora_rank=8)),  # mha

@@ -113,8 +113,9 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(shards, trained, tmp_
 
 
 def test_with_two_ranks_muon_and_dropout_too(shards, tmp_path):
-    check_resumed("train_gpt2.py", [*TINY, *LLAMA, "--embed_norm=True", "--local_heads=True", "--optimizer=muon",
-                                    "--dropout=0.1", f"--data_dir={shards}"], tmp_path, ranks=2)
+    check_resumed("train_gpt2.py", [*TINY, *LLAMA, "--embed_norm=True", "--optimizer=muon", "--dropout=0.1",
+                                    *extra_flags(local_heads=["--local_heads=True"]), f"--data_dir={shards}"],
+                  tmp_path, ranks=2)
 
 
 @pytest.mark.slow
