@@ -70,7 +70,7 @@ def test_an_induction_head_copies_what_followed_the_latest_tokens():
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten(), reduction="none").view(8, 63)
         gains.append((losses[:, :31].mean() - losses[:, 32:].mean()).item())
     assert ratios[1] > 8 and all(ratio < 1.2 for ratio in ratios[:1] + ratios[2:]), ratios
-    assert gains[0] > 1 and abs(gains[1]) < 0.02, gains
+    assert gains[0] > 0.4 and abs(gains[1]) < 0.02, gains
 
 
 @pytest.mark.parametrize("n_embd, n_head, n_kv_head, n_layer",
