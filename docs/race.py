@@ -11,8 +11,8 @@ Loss against seconds: trains the model of nanochat or of nanoGPT on the same row
 Their model and optimizer are imported from your checkout and trained in the plain loop below, with their own schedule
 and their own learning rates times --rate. With the same --seed, all read the same rows in the same order and are
 validated on the same rows. log.jsonl in out_dir has the losses and the seconds, as train_gpt2.py's has: the seconds
-are those of training steps after the first, which compiles, without evaluation. The last command draws race.png from
-the runs in the folders of out_dir and writes their points to race.csv.
+are those of training steps after the first, which compiles, without evaluation. The last command draws the runs below
+out_dir in race.png, those of each folder in a panel of their own, and writes their points to race.csv.
 """
 import csv
 import json
@@ -108,23 +108,29 @@ class SummedLoss(torch.nn.Module):
 
 
 def draw_runs():
-    """Draws loss against seconds of the runs in the folders of out_dir as race.png, and writes race.csv."""
+    """Draws loss against seconds of the runs below out_dir as race.png, a panel per folder, and writes race.csv."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    ax, points = figure.subplots(), []
-    for log in sorted(Path(out_dir).glob("*/log.jsonl")):
+    logs = sorted(Path(out_dir).rglob("log.jsonl"))
+    if not logs:
+        fail(f"--out_dir={out_dir}: holds no log.jsonl of a run; give --nanochat or --nanogpt to train one")
+    folders = sorted({log.parent.parent for log in logs})
+    figure = Figure(figsize=(1 + 5 * len(folders), 4), dpi=120, layout="constrained")
+    axes, points = dict(zip(folders, figure.subplots(1, len(folders), squeeze=False)[0])), []
+    for log in logs:
         entries = [json.loads(line) for line in log.open()]
         timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
         steps = [entry for entry in entries if "val_loss" in entry]
         # log_interval may leave no time at the step of an evaluation
         seconds = np.interp([entry["iter"] for entry in steps], *zip(*timed)).round(3).tolist()
         losses = [entry["val_loss"] for entry in steps]
-        points += [(log.parent.name, entry["iter"], entry["tokens"], second, loss)
+        points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, loss)
                    for entry, second, loss in zip(steps, seconds, losses)]
+        ax = axes[log.parent.parent]
         ax.plot(seconds[1:], losses[1:], ".-", label=log.parent.name)  # without the loss before the first step
-    ax.set(xlabel="seconds of training", ylabel="validation loss (nats per token)")
-    ax.grid(alpha=0.3)
-    ax.legend()
+    for folder, ax in axes.items():
+        ax.set(title=folder.name, xlabel="seconds of training", ylabel="validation loss (nats per token)")
+        ax.grid(alpha=0.3)
+        ax.legend()
     figure.savefig(Path(out_dir, "race.png"))
     with open(Path(out_dir, "race.csv"), "w", newline="") as file:
         csv.writer(file).writerows([("run", "step", "tokens", "seconds", "val_loss"), *points])

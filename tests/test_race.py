@@ -47,8 +47,8 @@ def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp
         assert log[0]["val_loss"] == pytest.approx(5.95, abs=0.01) and log[2]["val_loss"] < log[0]["val_loss"]
         assert 0 == log[0]["seconds"] < log[1]["seconds"] < log[2]["seconds"]
     shutil.copytree(trained, tmp_path / "runs" / "ours")
-    (tmp_path / "runs" / "sparse").mkdir()  # training lines at other steps than evaluations
-    (tmp_path / "runs" / "sparse" / "log.jsonl").write_text("\n".join(map(json.dumps, (
+    (tmp_path / "runs" / "size" / "sparse").mkdir(parents=True)  # training lines at other steps than evaluations
+    (tmp_path / "runs" / "size" / "sparse" / "log.jsonl").write_text("\n".join(map(json.dumps, (
         {"iter": 20, "tokens": 20, "seconds": 2.0}, {"iter": 25, "tokens": 25, "val_loss": 1.0},
         {"iter": 30, "tokens": 30, "seconds": 4.0}))))
     run(f"{ROOT}/docs/race.py", f"--out_dir={tmp_path}/runs", env={})
@@ -57,7 +57,7 @@ def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp
         [name, str(step), str(step * tokens)] for name, tokens in (("nanochat", 64), ("nanogpt", 64), ("ours", 256))
         for step in (0, 10, 20)]
     assert float(points[9].split(",")[3]) > float(points[8].split(",")[3]) > 0
-    assert points[-1] == "sparse,25,25,3.0,1.0"
+    assert points[-1] == "size/sparse,25,25,3.0,1.0"
     assert (tmp_path / "runs" / "race.png").exists()
 
 
@@ -65,5 +65,6 @@ def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp
 def test_a_folder_that_is_no_checkout_is_refused(shards, tmp_path):
     nanochat, nanogpt = f"--nanochat={tmp_path}", f"--nanogpt={tmp_path}"
     for flags, words in (([nanochat, nanogpt], "give one of them"), ([nanochat], "expected the folder of a checkout"),
-                         ([nanogpt], "expected the folder of a checkout")):
-        assert words in refused(f"{ROOT}/docs/race.py", *flags, f"--data_dir={shards}", "--device=cpu")
+                         ([nanogpt], "expected the folder of a checkout"), ([], "holds no log.jsonl of a run")):
+        assert words in refused(f"{ROOT}/docs/race.py", *flags, f"--data_dir={shards}", f"--out_dir={tmp_path}/runs",
+                                "--device=cpu")
