@@ -113,7 +113,7 @@ def draw_runs():
     logs = sorted(Path(out_dir).rglob("log.jsonl"))
     if not logs:
         fail(f"--out_dir={out_dir}: holds no log.jsonl of a run; give --nanochat or --nanogpt to train one")
-    folders = sorted({log.parent.parent for log in logs})
+    folders, names = (sorted(set(column)) for column in zip(*((log.parent.parent, log.parent.name) for log in logs)))
     figure = Figure(figsize=(1 + 5 * len(folders), 4), dpi=120, layout="constrained")
     axes, points = dict(zip(folders, figure.subplots(1, len(folders), squeeze=False)[0])), []
     for log in logs:
@@ -126,7 +126,8 @@ def draw_runs():
         points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, loss)
                    for entry, second, loss in zip(steps, seconds, losses)]
         ax = axes[log.parent.parent]
-        ax.plot(seconds[1:], losses[1:], ".-", label=log.parent.name)  # without the loss before the first step
+        # without the loss before the first step; a name has the same colour in all panels
+        ax.plot(seconds[1:], losses[1:], ".-", label=log.parent.name, color=f"C{names.index(log.parent.name)}")
     for folder, ax in axes.items():
         ax.set(title=folder.name, xlabel="seconds of training", ylabel="validation loss (nats per token)")
         ax.grid(alpha=0.3)
