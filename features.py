@@ -13,9 +13,8 @@ explain_missing = one_line_errors(advice="a setting asks for it, but it is not h
 def change_model(model, loader, num_rows, config, dtype, options, checkpoint, resuming, state, metrics):
     """
     Attaches the features that change the model, its initial weights or its loss. Call it before the model is compiled
-    and distributed.
-    num_rows: rows of the whole run; options: for torch.compile, or None. Adds to `state` and `metrics`;
-    LoRA and FSDP replace the entry "model".
+    and distributed. num_rows: rows of the whole run; options: for torch.compile, or None. Adds to `state` and
+    `metrics`; LoRA and FSDP replace the entry "model".
     """
     if config.get("local_heads"):
         from extras.local_heads import init_local_heads

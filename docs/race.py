@@ -113,7 +113,7 @@ def draw_runs():
     logs = sorted(Path(out_dir).rglob("log.jsonl"))
     if not logs:
         fail(f"--out_dir={out_dir}: holds no log.jsonl of a run; give --nanochat or --nanogpt to train one")
-    folders, names = (sorted(set(column)) for column in zip(*((log.parent.parent, log.parent.name) for log in logs)))
+    folders, names = sorted({log.parent.parent for log in logs}), sorted({log.parent.name for log in logs})
     figure = Figure(figsize=(1 + 5 * len(folders), 4), dpi=120, layout="constrained")
     axes, points = dict(zip(folders, figure.subplots(1, len(folders), squeeze=False)[0])), []
     for log in logs:

@@ -13,16 +13,16 @@ from configurator import fail
 
 def init_local_heads(model, checkpoint):
     """Changes the initial weights of a llama model in place. checkpoint: where they come from instead, or None."""
-    c = model.config
-    if checkpoint is None and not (c.qk_norm and c.embed_norm):
+    if checkpoint:
+        if not checkpoint["config"].get("local_heads"):
+            fail("--local_heads=True: changes only the initial weights of a new model; leave it out here")
+        return
+    if not (model.config.qk_norm and model.config.embed_norm):
         fail("--local_heads=True: give it with --qk_norm=True and --embed_norm=True, which need --arch=llama and "
              "--attention=mha")
-    if checkpoint and not checkpoint["config"].get("local_heads"):
-        fail("--local_heads=True: changes only the initial weights of a new model; leave it out here")
-    if checkpoint is None:
-        look_back(model)
-        if c.n_layer > 1:
-            look_for_earlier_occurrences(model)
+    look_back(model)
+    if model.config.n_layer > 1:
+        look_for_earlier_occurrences(model)
 
 
 @torch.no_grad()
