@@ -58,7 +58,7 @@ def load_checkpoint(path, merge=True):
             for key, kind in ENTRIES.items():
                 if not isinstance(checkpoint[key], kind):
                     raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
-            # older checkpoints have no norm_eps, and local_heads, which is about initial weights
+            # older checkpoints lack norm_eps and have local_heads, which concerned only the initial weights
             checkpoint["model_args"].pop("local_heads", None)
             checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
             for name, value in checkpoint["model_args"].items():
@@ -149,13 +149,13 @@ def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
     from import_hf import hub_name
     base = checkpoint["lora"]
-    for place in (base["absolute"], base["path"], str(Path(checkpoint["path"]).with_name(BASE))):
+    for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
         if os.path.exists(place) or hub_name(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]
     fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {BASE} beside "
-         f"it, {base['absolute']} or {base['path']}, but there is nothing, or other weights are there now")
+         f"it, {base['absolute']} or {base['path']}, but each of these is missing or holds other weights now")
 
 
 def merge_adapters(checkpoint):
@@ -231,23 +231,20 @@ class Checkpointer:
         Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
-        # resumed at this step: writing it again would leave two copies of it and nothing before it
-        written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
         best_before = self.facts["best_val_loss"]
-        is_best = val_loss is not None and val_loss <= best_before
         if val_loss is not None:
-            self.facts |= {"val_loss": val_loss, "val_iter": iter_num,
-                           "best_val_loss": min(best_before, val_loss)}
+            self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": min(best_before, val_loss)}
         entries = {key: entry.state_dict() for key, entry in self.state.items()}
         if rank() > 0:
             return
         try:
-            if not written:
-                write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, self.keep_previous)
+            # a step saved again, as after a resume or a rollback, replaces its own file, not the step before it
+            keep_previous = self.keep_previous and iter_num != self.saved_iter
+            write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, keep_previous)
             if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
                 for name in ("ckpt_prev.pt", "ckpt_best.pt", BASE):
                     (self.out_dir / name).unlink(missing_ok=True)
-            if is_best:
+            if val_loss == self.facts["best_val_loss"]:
                 link(self.out_dir / "ckpt.pt", self.out_dir / "ckpt_best.pt")
             base = self.out_dir / BASE
             if "lora" in entries and os.path.isfile(entries["lora"]["absolute"]) and not base.exists():
