@@ -49,13 +49,11 @@ def load_init_from(config, overrides, stage):
         take_settings(config, overrides, checkpoint)
     model_args = checkpoint["model_args"]
     for name in config.keys() & (model_args.keys() - {"max_seq_len", "dropout"}):
-        accepted = model_args[name], checkpoint["config"].get(name)  # the value, or the None that it was derived from
-        if name in overrides and overrides[name] not in accepted:
+        if overrides.get(name) not in (None, model_args[name]):  # None: what the model has
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
-    asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")
-    with one_line_errors(source, errors=TypeError):  # of a crafted checkpoint
-        config["max_seq_len"] = pick_max_seq_len(asked, model_args["max_seq_len"], most=2048)
+    if not resuming:  # a resumed run keeps the length of its rows
+        config["max_seq_len"] = pick_max_seq_len(overrides.get("max_seq_len"), model_args["max_seq_len"], most=2048)
     if "masks" in checkpoint and not resuming and not config.get("sparsity"):
         print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
     return checkpoint, resuming
@@ -95,9 +93,9 @@ def take_settings(config, overrides, checkpoint):
                      f"change it")
             print0(f"changed on resume: {key} {before} -> {overrides[key]}")
     if bool(config.get("teacher")) != ("teacher" in checkpoint):
-        fail(f"--teacher={config.get('teacher')}: the run in {config['out_dir']} has "
-             f"{'one' if 'teacher' in checkpoint else 'none'}; to train its weights otherwise start a new run with "
-             f"--init_from={config['out_dir']}/ckpt.pt --out_dir=...")
+        fail(f"--teacher={config.get('teacher')}: the run in {config['out_dir']} was started "
+             f"{'with' if 'teacher' in checkpoint else 'without'} a teacher, which a resumed run cannot change; start "
+             f"a new run from its weights with --init_from={config['out_dir']}/ckpt.pt --out_dir=...")
 
 
 def check_out_dir(config, resuming, checkpoint):
