@@ -59,7 +59,7 @@ chat_dir: str = "data/chat"  # tokenized conversations are cached here
 pack: bool = True  # as many whole conversations per row as fit; False: one
 print_batch: bool = False  # print the first micro-batch, [what is trained on] marked, and exit
 batch_size: Positive = 4  # rows per micro-batch and rank
-gradient_accumulation_steps: Positive = 8  # micro-batches per step, shared by all ranks
+gradient_accumulation_steps: Positive = 8  # micro-batches per step, of all ranks together
 max_seq_len: Annotated[int, 4, math.inf] | None = None  # None: 2048, or the model's positions if fewer
 dropout: BelowOne = 0.0  # on embeddings, attention weights and residual branches
 recompute: bool = False  # activation checkpointing: less memory, a third slower
@@ -70,7 +70,7 @@ lora_targets: str = "all"  # matrices that get an adapter: all, attn, mlp, or na
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices; adamw_spam: clips spikes
 learning_rate: NonNegativeFloat = 1e-4  # peak
-epochs: NonNegativeFloat = 1.0  # passes over the rows
+epochs: NonNegativeFloat = 1.0  # passes over the rows, unless max_iters is given
 max_iters: NonNegative | None = None  # None: as many as the epochs take
 weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
@@ -81,7 +81,7 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 2000, before wsd's decay
+warmup_iters: NonNegative | None = None  # None: a tenth of lr_decay_iters, at most 2000, before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
@@ -119,11 +119,9 @@ config, overrides = configure(globals())
 # -----------------------------------------------------------------------------
 # setup
 drop_failed_writes()
-if "epochs" in overrides and "max_iters" in overrides:
-    fail("--epochs and --max_iters: give one of them, both set the length of the run")
 checkpoint, resuming = load_init_from(config, overrides, "chat")
-if "epochs" in overrides:
-    config["max_iters"] = None
+if "epochs" in overrides and "max_iters" not in overrides:
+    config["max_iters"] = None  # not that of the run to resume
 update_settings(globals(), config, init_from)  # from the run to resume, or the model to start from
 if not print_batch:
     check_out_dir(config, resuming, checkpoint)
@@ -131,7 +129,7 @@ rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)
 scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
-micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
+micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
 tokenizer = get_tokenizer(checkpoint["tokenizer"])
@@ -144,9 +142,8 @@ if print_batch:
         print0(f"----- row {i}, [trained on]\n{train_rows.format_row(i)}")
     raise SystemExit(0)
 
-earlier = checkpoint["config"]
-earlier_rows = earlier["batch_size"] * earlier["gradient_accumulation_steps"] if resuming else global_batch_size
-if max_iters is None and global_batch_size != earlier_rows:
+before = checkpoint["config"] if resuming else config
+if max_iters is None and global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
     fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
          f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
 num_iters = math.ceil(epochs * len(train_rows) / global_batch_size) if max_iters is None else max_iters
@@ -260,5 +257,4 @@ while True:
         checkpointer.save(iter_num)
         break
 
-finish(iter_num, done, checkpointer, log, stop,
-       f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True")
+finish(iter_num, done, checkpointer, log, stop, " --chat=True")

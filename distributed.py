@@ -29,7 +29,7 @@ def init_process(device):
     Init torch.distributed under torchrun and pick the device. device: auto, cpu, cuda, cuda:N or mps.
     Also allows TF32. Returns rank, world_size, torch.device.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be encoded or decoded
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -76,15 +76,11 @@ def excepthook(kind, error, tb):
 sys.excepthook = excepthook  # at import: loading a checkpoint, before init_process, may take long and fail, too
 
 
-def local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size):
+def local_grad_accum_steps(gradient_accumulation_steps, world_size):
     """Micro-steps of each rank: the setting counts those of the whole job and must be divisible by world_size."""
     if gradient_accumulation_steps % world_size:
-        rows = batch_size * gradient_accumulation_steps
-        multiples = range(gradient_accumulation_steps // world_size * world_size + world_size, rows + 1, world_size)
-        advice = next((f"give --gradient_accumulation_steps={steps} --batch_size={rows // steps}: the same {rows} rows"
-                       for steps in multiples if rows % steps == 0), f"{rows} rows cannot be shared equally")
         fail(f"--gradient_accumulation_steps={gradient_accumulation_steps}: expected a multiple of {world_size}, the "
-             f"number of ranks; {advice}")
+             f"number of ranks; its product with --batch_size is the number of rows per step, so change both")
     return gradient_accumulation_steps // world_size
 
 

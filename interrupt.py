@@ -60,10 +60,10 @@ class StopSignal:
             raise KeyboardInterrupt(resume_hint(self.out_dir))
 
 
-def finish(iter_num, done, checkpointer, log, stop, command):
+def finish(iter_num, done, checkpointer, log, stop, flags=""):
     """
-    The last lines of a run; command: what to try next. Exits with an error if the last step could not be saved, and
-    with code 130 if Ctrl-C stopped the run.
+    The last lines of a run; flags: further ones for sample.py, which they suggest. Exits with an error if the last
+    step could not be saved, and with code 130 if Ctrl-C stopped the run.
     """
     out_dir, facts = checkpointer.out_dir, checkpointer.facts
     if dist.is_initialized():
@@ -76,7 +76,8 @@ def finish(iter_num, done, checkpointer, log, stop, command):
     print(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f}); "
           f"{log.seconds:,.0f} s of training, {log.eval_seconds:,.0f} s of evaluating and saving; peak memory "
           f"{peak_memory_mb(log.loader.device):,.0f} MiB\n"
-          f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: {command}" if done else
+          f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: python sample.py "
+          f"--checkpoint={shlex.quote(str(out_dir / 'ckpt.pt'))}{flags}" if done else
           f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
     if not done and stop.exit_code:
         raise SystemExit(stop.exit_code)

@@ -81,8 +81,9 @@ class Logger:
         seconds, steps, positions = sums["seconds"], sums["steps"], sums["rows"] * self.loader.dataset.max_seq_len
         self.seconds += seconds
         wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
-        train_loss = sums["loss_sum"] / sums["targets"] if sums["targets"] else math.nan
+        train_loss = math.nan
         if sums["targets"]:
+            train_loss = sums["loss_sum"] / sums["targets"]
             self.check_divergence(iter_num, train_loss, steps)
         self(iter_num, train_loss=train_loss, ms=1000 * seconds / steps,
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,

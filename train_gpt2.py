@@ -50,7 +50,7 @@ tensorboard: bool = False  # log to out_dir/tensorboard
 # data
 data_dir: str = "data/fineweb-edu"  # shards from prepare_data.py, llm.c's, or nanoGPT's train.bin and val.bin
 batch_size: Positive = 16  # rows per micro-batch and rank
-gradient_accumulation_steps: Positive = 8  # micro-batches per step, shared by all ranks
+gradient_accumulation_steps: Positive = 8  # micro-batches per step, of all ranks together
 max_seq_len: Positive = 1024
 # model
 arch: Literal["gpt2", "llama"] = "gpt2"
@@ -81,7 +81,7 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of the run, at most 2000, before wsd's decay
+warmup_iters: NonNegative | None = None  # None: a tenth of lr_decay_iters, at most 2000, before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 6e-5
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls
@@ -126,7 +126,7 @@ rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)
 scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
-micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size, batch_size)
+micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 tokens_per_step = global_batch_size * max_seq_len
 get_lr = build_schedule(config, max_iters)
@@ -250,4 +250,4 @@ while True:
         checkpointer.save(iter_num)
         break
 
-finish(iter_num, done, checkpointer, log, stop, f"python sample.py --checkpoint={out_dir}/ckpt.pt")
+finish(iter_num, done, checkpointer, log, stop)
