@@ -82,7 +82,7 @@ def one_line_errors(where="", advice="", errors=Exception):
 
 
 def excepthook(kind, error, tb):
-    """One line for Ctrl-C and a full disk, nothing for a closed output, otherwise the traceback."""
+    """One line for Ctrl-C and an OSError, as of a full disk, nothing for a closed output, otherwise the traceback."""
     if issubclass(kind, KeyboardInterrupt):
         print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configurator import fail
+from configurator import fail, one_line_errors
 from distributed import all_reduce
 from model import IGNORE
 from shards import read_headerless, read_meta, read_shard
@@ -52,21 +52,21 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
                  f"it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
-        recorded = meta.get("shards", {})
-        self.shards = ([read_shard(path, recorded.get(os.path.basename(path))) for path in paths]
+        self.shards = ([read_shard(path, meta["shards"].get(os.path.basename(path))) for path in paths]
                        or [read_headerless(nanogpt)])
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)
         if "val_tokens" in meta:  # prepare_data.py wrote it, and not its first version
-            recorded = meta["val_tokens"] if split == "val" else meta["tokens"] - meta["val_tokens"]
+            with one_line_errors(f"{data_dir}/meta.json", "run prepare_data.py again"):
+                recorded = meta["val_tokens"] if split == "val" else meta["tokens"] - meta["val_tokens"]
             if self.tokens != recorded:
                 fail(f"data_dir={data_dir}: its {split} shards have {self.tokens:,} tokens, but meta.json records "
-                     f"{recorded:,}; restore the shards, or remove the folder and run prepare_data.py again")
+                     f"{recorded}; restore the shards, or remove the folder and run prepare_data.py again")
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
-            fail(f"max_seq_len={max_seq_len}: longer than every {split} shard in {data_dir} (the longest has "
-                 f"{max(map(len, self.shards))} tokens); lower it, or prepare more data"
+            fail(f"max_seq_len={max_seq_len}: a row needs {max_seq_len + 1} tokens, and the longest {split} shard in "
+                 f"{data_dir} has {max(map(len, self.shards))} tokens; lower it, or prepare more data"
                  f"{' or a larger --val_tokens' if split == 'val' else ''}")
 
     def __len__(self):

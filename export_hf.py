@@ -195,7 +195,7 @@ such text from untrusted input.
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes a Hugging Face folder. checkpoint: any path that load_checkpoint takes."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # after a full disk
+    is_export = run.exists() and b"val_loss" in run.read_bytes()
     if any(folder.glob("*")) and not (overwrite and is_export):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or --overwrite=True if it holds an export")
     model, loaded = load_model(checkpoint, "cpu")
@@ -213,7 +213,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     print(f"writing {out_dir} ...")
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
-        # written last: nothing opens a folder without them
+        # the weights are removed first and written last: a half-written folder does not open
         for file in (*folder.glob("model.safetensors*"), *folder.glob("chat_template.jinja")):
             file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
@@ -221,7 +221,8 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),
                                           encoding="utf-8")
         hf_model.save_pretrained(folder, max_shard_size=shard_size)
-        fields = json.loads((folder / "config.json").read_bytes())  # and, for transformers 4, the rope fields on top:
+        # transformers 5 nests the rope fields, 4 reads them at the top level: write both
+        fields = json.loads((folder / "config.json").read_bytes())
         (folder / "config.json").write_text(json.dumps({**fields, **config_to_hf(model.config)}, indent=1))
         for file in folder.glob("*.safetensors"):
             file.chmod(0o644)  # safetensors lets only the owner read them

@@ -63,7 +63,7 @@ def config_from_hf(hf_config):
     by comparing logits. Dropout stays 0, because it is a setting of the training.
     """
     fields = hf_config.to_dict()
-    # rope_theta (transformers 5) or the scaling's factors (4)
+    # transformers 5 has rope_theta and the scaling in rope_parameters, 4 only the scaling, in rope_scaling
     fields |= fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     rope = LLAMA3_ROPE if fields.get("rope_type") == "llama3" else {"rope_type": "default"}
     kind = fields["model_type"]
@@ -185,7 +185,6 @@ def load_hf(path):
         if run.exists():
             found = json.loads(run.read_bytes())
             facts |= {key: found[key] for key in RUN_FACTS}
-            facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
         weights = read_weights(folder, config, torch.bfloat16 if hf_config.dtype == torch.bfloat16 else torch.float32)
         return convert_checkpoint(weights, config, path=str(path), **facts)
 

@@ -20,7 +20,7 @@ def configure_optimizer(model, config):
     The optimizer of a model's trainable parameters, in groups: hidden matrices, embeddings (and a head tied to them),
     an untied head, and vectors (biases, the weights of norms, what a loss function learns), which do not decay.
 
-    config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused if torch can; muon: Muon for the hidden matrices,
+    config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
     muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; groups without their own rate use
     learning_rate. A group's "lr_scale" is its rate / learning_rate: one schedule scales them all.
@@ -37,7 +37,7 @@ def configure_optimizer(model, config):
             rate = learning_rate if rate is None else rate
             groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
                            "weight_decay": 0.0 if kind == "vectors" else config["weight_decay"]})
-    adamw = dict(betas=(config["beta1"], config["beta2"]), fused=groups[0]["params"][0].device.type in ("cpu", "cuda"))
+    adamw = dict(betas=(config["beta1"], config["beta2"]), fused=True)
     if muon:
         from muon import MuonAdamW
         optimizer = MuonAdamW(groups, adamw)

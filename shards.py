@@ -44,24 +44,17 @@ def read_shard(path, recorded=None):
 def read_headerless(path):
     """The tokens of nanoGPT's train.bin or val.bin, GPT-2's without a header, memory-mapped: (n,) uint16."""
     with one_line_errors(path, "if nanoGPT's prepare.py wrote it, run that again"):
-        size = os.path.getsize(path)
-        if size < 4 or size % 2:
-            raise ValueError(f"has {size} bytes; expected tokens of 2 bytes each, and at least 2 of them")
-        return np.memmap(path, dtype="<u2", mode="r")
+        return np.memmap(path, dtype="<u2", mode="r")  # ValueError if it is empty or ends in half a token
 
 
 def read_meta(data_dir):
     """meta.json of a folder of shards, a dict with at least tokenizer. No file means gpt2 tokens."""
     path = Path(data_dir) / "meta.json"
     if not path.exists():
-        if (path.parent / "progress.json").exists():
-            fail(f"data_dir={data_dir}: an earlier version of prepare_data.py was interrupted here; remove the folder "
-                 "and run prepare_data.py again")
-        return {"tokenizer": "gpt2"}
+        return {"tokenizer": "gpt2", "shards": {}}
     with one_line_errors(path, "run prepare_data.py again"):
         meta = json.loads(path.read_text(encoding="utf-8"))
         meta["tokenizer"], meta["shards"] = str(meta["tokenizer"]), dict(meta.get("shards", {}))
-        finished = meta.get("finished", True)  # only prepare_data.py writes it
-    if not finished:
+    if not meta.get("finished", True):  # only prepare_data.py writes it
         fail(f"data_dir={data_dir}: its preparation was interrupted; run the same prepare_data.py command again")
     return meta

