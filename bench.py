@@ -88,9 +88,8 @@ if __name__ == "__main__":
     if nanogpt and not nanogpt_script.is_file():
         fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
     _, _, torch_device = init_process(device)
-    sizes = flags.split()
-    if not flags and torch_device.type == "cpu":
-        sizes = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--max_seq_len=256"]
+    small = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--max_seq_len=256"] if torch_device.type == "cpu" else []
+    sizes = [*small, *flags.split()]  # the last of two wins
     print(", ".join(f"{key} {value}" for key, value in describe_machine(torch_device).items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # the first round compiles everything

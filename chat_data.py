@@ -35,7 +35,7 @@ def parse_mixture(text):
     """'a.jsonl,b.jsonl:3' -> {"a.jsonl": 1.0, "b.jsonl": 3.0}: passes over each source in an epoch."""
     sources = Counter()
     for part in text.split(","):
-        source, weight = re.fullmatch(r"(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
+        source, weight = re.fullmatch(r"(?s)(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
         sources[source] += float(weight)
     return sources
 
@@ -47,16 +47,13 @@ def read_rows(source):
     """
     if os.path.exists(source):
         with open(source, "rb") as file:
-            if file.peek(1)[:1] != b"[":
+            if file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # after a byte order mark, perhaps
                 yield from ((f"{source}, line {i}", line) for i, line in enumerate(file, 1) if line.strip())
                 return
             rows = json.load(file)
     else:
         import datasets
-        name = source.rsplit("/", source.count("/") - 1)
-        if source == "HuggingFaceTB/smoltalk":
-            name.append("all")  # it has no default config
-        rows = datasets.load_dataset(*name, split="train")
+        rows = datasets.load_dataset(*source.rsplit("/", source.count("/") - 1), split="train")
     yield from ((f"{source}, row {i}", row) for i, row in enumerate(rows))
 
 

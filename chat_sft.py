@@ -2,7 +2,7 @@
 Turns a base model into a chat model: supervised fine-tuning on conversations.
 
     python chat_sft.py --init_from=out/ckpt.pt --data=my-chats.jsonl  # lines of {"messages": [{"role", "content"}]}
-    torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk,my-chats.jsonl:3
+    torchrun --nproc_per_node=8 chat_sft.py --data=HuggingFaceTB/smoltalk/all,my-chats.jsonl:3
     python chat_sft.py --print_batch=True                             # what is trained on, token by token
     python chat_sft.py --init_from=resume --out_dir=out-chat          # resume (bit-exact on a CPU)
 
@@ -53,7 +53,7 @@ wandb_log: bool = False  # log to Weights & Biases
 wandb_project: str | None = None  # None: $WANDB_PROJECT, or forkgpt; the run is named $WANDB_NAME, or after out_dir
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
-data: str = "HuggingFaceTB/smoltalk"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
+data: str = "HuggingFaceTB/smoltalk/all"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
 val_data: str | None = None  # the same for validation; None: hold out one in 50 conversations
 chat_dir: str = "data/chat"  # tokenized conversations are cached here
 pack: bool = True  # as many whole conversations per row as fit; False: one

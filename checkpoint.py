@@ -166,6 +166,8 @@ def merge_adapters(checkpoint):
             B = adapters[name.replace("lora_A", "lora_B")]
             target = name.replace("lora_A", "weight")
             weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
+        elif not name.endswith("lora_B"):  # what else was trained
+            weights[name] = A
     checkpoint["model"] = weights
 
 

@@ -76,7 +76,7 @@ class GPTConfig:
             value = derived.get(name, getattr(GPTConfig, name))
             expect(name, getattr(self, name) == value,
                    f"expected {value}, the only value with arch={self.arch} attention={self.attention}")
-        expect("embed_norm", gpt2 or not (self.embed_norm and self.tied_head), "expected False with tied_head=True")
+        expect("embed_norm", not (self.embed_norm and self.tied_head), "expected False with tied_head=True")
         expect("n_kv_head", self.n_head % self.n_kv_head == 0, f"expected a divisor of n_head={self.n_head}")
         if not gpt2:
             rotated = self.qk_rope_head_dim if mla else self.head_dim
@@ -505,9 +505,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T):
         """
-        FLOPs to train on one token of a row of T: 6 per weight, 4 if it is frozen, and 12 n_layer T C for attention
-        (Chowdhery et al. 2022, appendix B), with mla by the widths of its keys and values. Embedding lookups cost
-        none; a tied table counts as the head.
+        FLOPs to train on one token of a row of T: 6 per weight, 4 if it is frozen, and 12 n_layer T nh hd for
+        attention (Chowdhery et al. 2022, appendix B), with mla by the widths of its keys and values. Embedding lookups
+        cost none; a tied table counts as the head.
         """
         c = self.config
         table = "transformer.wpe.weight" if c.tied_head else "transformer.wte.weight"

@@ -6,7 +6,8 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
     python prepare_data.py --dataset=python                              # the standard library, nothing to download
     python prepare_data.py --tokenizer=my-tokenizer                      # a folder with a tokenizer.json
 
-A .txt file is one document in UTF-8. CRLF line ends become LF, and a byte order mark stays, as the character U+FEFF.
+A .txt file is one document in UTF-8. CR and CRLF line ends become LF, and a byte order mark stays, as the character
+U+FEFF.
 
 All documents form one stream of tokens, with <|endoftext|> before each document. Exactly the first val_tokens of it
 are for validation, in one shard. The rest is cut into training shards. A training shard ends with the batch of 64
@@ -60,8 +61,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
         kinds = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
         if len(kinds) > 1 or not kinds < READERS.keys():
             raise ValueError(f"found {', '.join(sorted(kinds))}")
-        kind = kinds.pop()
-        return source, {"data_files": [*map(glob.escape, paths)], "split": "train", **READERS[kind]}
+        return source, {"data_files": [*map(glob.escape, paths)], "split": "train", **READERS[kinds.pop()]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}, {}
     name = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
@@ -289,8 +289,8 @@ if __name__ == "__main__":
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:
-        fail(f"--val_tokens={recipe['val_tokens']}: no tokens are left to train on, of {summary} (skipped are those "
-             "that are empty, not text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
+        fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on, there are only {summary} (empty, not "
+             f"text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
 
     # what to do with them
     chat_path = folder / "chat.jsonl"

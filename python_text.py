@@ -21,8 +21,8 @@ def python_files():
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     names = glob.glob("**/*.py", root_dir=root, recursive=True)
-    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if not skip & set(name.split("/")):
+    for name in sorted(names, key=lambda name: hashlib.sha256(Path(name).as_posix().encode()).digest()):
+        if not skip & set(Path(name).parts):
             yield {"text": (root / name).read_text(encoding="utf-8", errors="replace")}
 
 
@@ -75,7 +75,7 @@ def letter_questions():
         yield {"question": f"How many {letter}'s are in {word}?", "answer": f"{counted}, so {word.count(letter)}"}
 
 
-def hold_out(rows, n=200):
-    """Splits rows into n for a test and the rest, by the hash of the question."""
+def hold_out(rows):
+    """Splits rows into 200 for a test and the rest, by the hash of the question."""
     rows = sorted(rows, key=lambda row: hashlib.sha256(row["question"].encode()).digest())
-    return rows[:n], rows[n:]
+    return rows[:200], rows[200:]

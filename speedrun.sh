@@ -3,7 +3,8 @@
 : "${GPUS:=8}"             # or 1, 2, 4
 : "${TOKENS:=2000000000}"  # of FineWeb-Edu; GPT-2's size is trained on them once, in steps of 131072
 : "${PREPARE=}" "${TRAIN=}" "${CHAT=}" "${EVALUATE=}"  # more flags for each step
-[ "$TOKENS" -ge 131072 ] || { echo "error: TOKENS=$TOKENS: expected an integer of at least 131072" >&2; exit 2; }
+# 2**20 of them are for validation, and a step needs 131072
+[ "$TOKENS" -ge 1179648 ] || { echo "error: TOKENS=$TOKENS: expected an integer of at least 1179648" >&2; exit 2; }
 set -e
 
 [ -e .venv/ready ] || { python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && touch .venv/ready; }

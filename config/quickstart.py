@@ -1,5 +1,4 @@
 # A GPT that learns to write Python in five minutes on two CPU cores: 1.4M parameters, 2.0 MB of the standard library.
-# The best of several sizes and of both vocabularies in that time: docs/benchmarks.md.
 #   python prepare_data.py --dataset=python && python train_gpt2.py config/quickstart.py
 from config.speedrun import *  # the recipe
 

@@ -10,9 +10,9 @@ Loss against seconds: trains the model of nanochat or of nanoGPT on the same row
 
 Their model and optimizer are imported from your checkout and trained in the plain loop below, with their own schedule
 and their own learning rates times --rate. With the same --seed, all read the same rows in the same order and are
-validated on the same rows. log.jsonl in out_dir has the losses and the seconds, as train_gpt2.py's has: the seconds
-are those of training steps after the first, which compiles, without evaluation. The last command draws the runs below
-out_dir in race.png, those of each folder in a panel of their own, and writes their points to race.csv.
+validated on the same rows. log.jsonl in out_dir records the losses and the seconds of training, without evaluation and
+without the first step, which compiles. The last command draws all runs below out_dir in race.png, one panel per
+folder, and writes the points to race.csv.
 """
 import csv
 import json
@@ -33,7 +33,7 @@ from distributed import init_process  # noqa: E402
 
 nanochat: str = ""  # folder of a checkout of nanochat
 nanogpt: str = ""  # or of nanoGPT
-rate: NonNegativeFloat = 1.0  # factor on its learning rates
+rate: NonNegativeFloat = 1.0  # factor on their learning rates
 data_dir: str = "data/python"  # shards from prepare_data.py
 out_dir: str = "out-race"  # log.jsonl
 seed: Seed = 1337
@@ -88,7 +88,7 @@ def build_nanogpt(vocab_size, device):
         progress = max(0, step - warmup) / (max_iters - warmup)
         cosine = 0.1 * peak + 0.45 * peak * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
-            group["lr"] = min(peak * (step + 1) / warmup, cosine)
+            group["lr"] = min(peak * (step + 1) / (warmup + 1), cosine)
 
     return model, optimizer, set_rates
 

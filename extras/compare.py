@@ -6,7 +6,7 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
 
 Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
 interruption, the same command resumes the unfinished run and repeats none of the finished ones, unless the code has
-changed. (So give the starting model as auto:PATH.)
+changed. Runs start with --init_from=auto, so that they can be resumed. If they start from a model, give auto:PATH.
 """
 import json
 import re
@@ -42,10 +42,12 @@ def summary(results):
 
 def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
-    words = shlex.split(f"--init_from=auto {args} {flags} --seed={seed}")
+    words = shlex.split(f"{args} {flags} --seed={seed}")
+    configs = [read_config_file(word) for word in words if word.endswith(".py")]
+    if not any("init_from" in config for config in configs):  # else the flag would win
+        words.insert(0, "--init_from=auto")
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})
-    recipe = [words, [read_config_file(word) for word in words if word.endswith(".py")],
-              [path.read_text(encoding="utf-8") for path in code]]
+    recipe = [words, configs, [path.read_text(encoding="utf-8") for path in code]]
     # with other --args, or if the code has changed, a run gets another folder
     name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))

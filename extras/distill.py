@@ -4,7 +4,6 @@ Knowledge distillation (Hinton et al. 2015): loss = (1 - w) CE + w T^2 KL(teache
 The teacher is live and runs in each step, or it is cached: its top-k log-probabilities are written to disk once.
 """
 import math
-import shutil
 from contextlib import suppress
 
 import numpy as np
@@ -23,7 +22,7 @@ from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 # -----------------------------------------------------------------------------
 # the loss
 
-FLOATS = {torch.int16: torch.float16, torch.int32: torch.float32}  # of the cache's integers
+FLOATS = {torch.int16: torch.float16, torch.int32: torch.float32}  # a cache's integers -> the floats they hold
 
 
 def distill_chunk(x, weight, T, targets, w, teacher, teacher_head):
@@ -107,28 +106,14 @@ class Distillation(nn.Module):
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
         if k:
-            two_batches = 2 * loader.world_size * loader.batch_size  # one is trained on, the next one is read ahead
-            global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
-            n_rows += two_batches
+            n_rows += 2 * loader.world_size * loader.batch_size  # one batch is trained on, the next one is read ahead
             if checkpoint:  # steps that were rolled back have read rows, too
+                global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
                 n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
             key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
             cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
-
-            def label(n_rows, teacher_forward):
-                self.n_rows = n_rows
-                cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
-
-            def label_more(batch):
-                """A transform: after a rollback the run reads more rows than planned, up to eval_interval steps."""
-                if min(loader.rows_seen + two_batches, len(data)) > self.n_rows:
-                    label(self.n_rows + config["eval_interval"] * global_batch_size,
-                          load_teacher(loader, config, dtype, None, model.config.vocab_size)[0])
-                return {}
-
-            label(n_rows, teacher_forward)
+            cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
             loader.sources.append(cache)
-            loader.transforms.append(label_more)
         else:
             loader.transforms.append(teacher_forward)
         if self.learn_temperature:  # a checkpoint has it in its entry "teacher" and not among the model's weights
@@ -250,10 +235,6 @@ class TeacherCache:
         all_reduce(torch.zeros((), device=loader.device))  # wait until all ranks have read what is missing
         path, mib = self.rows.filename, len(missing) * self.rows[0].nbytes / 2 ** 20
         print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, {mib:,.1f} MiB, in {path}")
-        free_mib = shutil.disk_usage(path).free / 2 ** 20
-        if mib > free_mib:
-            fail(f"--teacher_cache={self.k}: {path} needs {mib:,.1f} MiB more, and {free_mib:,.1f} are free; give "
-                 f"less, or make room")
         # every rank runs the same number of batches, as FSDP needs: the last ones may repeat some rows
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))

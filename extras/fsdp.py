@@ -16,8 +16,8 @@ WHOLE = dict(full_state_dict=True, cpu_offload=True)
 
 def apply_fsdp(model, device, dtype, options):
     """
-    Compiles (options: for torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`, on a
-    CPU, whose LayerNorm takes no narrow weights, in float32. Gradients are reduced in float32.
+    Compiles (options: for torch.compile, or None) and shards a GPT in place. Parameters are gathered in `dtype`; on a
+    CPU in float32, because its LayerNorm does not take bfloat16 weights. Gradients are reduced in float32.
     """
     if not dist.is_initialized():
         fail("--shard_teacher=True or --fsdp=True: expected several ranks; start with torchrun")

@@ -1,7 +1,8 @@
 """
---local_heads=True: initial weights with which the first two layers look at what the next token most depends on, a few
-positions back and after an earlier occurrence of the latest tokens. Training need not discover either; in small models
-copying took it a thousand steps or did not come. Only initial weights change, so exports stay as they are.
+--local_heads=True: initial weights that make the first two layers attend to what the next token depends on most: the
+last few positions, and what followed an earlier occurrence of the latest tokens. Training does not have to discover
+either. Small models needed a thousand steps to learn copying, or never did. Only initial weights change, so exports
+stay as they are.
 """
 import math
 

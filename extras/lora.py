@@ -35,7 +35,7 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + self.scale * F.linear(F.linear(self.drop(x), self.lora_A), self.lora_B)
 
     def merged_weight(self):
-        """The matrix (out, in) that evaluation multiplies by."""
+        """W + alpha / rank B A, (out, in), for the decoding of latent attention."""
         return self.weight + self.scale * (self.lora_B @ self.lora_A)
 
 
@@ -66,7 +66,8 @@ class Adapters:
         self.model = model
 
     def state_dict(self):
-        kept = {name for name, p in self.model.named_parameters() if p.requires_grad or ".lora_" in name}
+        kept = {name for name, p in self.model.named_parameters(remove_duplicate=False)  # a tied head, too
+                if p.requires_grad or ".lora_" in name}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name in kept}
 
     def load_state_dict(self, adapters):

@@ -44,7 +44,8 @@ class Trackers:
                 import wandb
                 run = wandb.init(**self.wandb_run, resume="allow", dir=out_dir, config=self.config,
                                  settings=wandb.Settings(init_timeout=60))
-                self.services.append(lambda values: run.log(values, step=values["iter"]))
+                run.define_metric("*", step_metric="iter")  # log's step= would drop what follows a rollback
+                self.services.append(run.log)
             except Exception as error:  # not installed, no account, no network, ...
                 print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
                       f"pip install wandb; WANDB_MODE=offline keeps its files here")

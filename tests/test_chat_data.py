@@ -165,6 +165,7 @@ def test_a_weight_is_passes_an_epoch(tmp_path):
     kept, _ = conversations_of(train.rows)
     assert {name: sum(idx[2] == ord(name) for idx, _ in kept) for name in "ab"} == {"a": 10, "b": 60}
     assert len({idx for idx, _ in kept}) == 30 and len(conversations_of(val.rows)[0]) == 1
+    assert parse_mixture("a\nb") == {"a\nb": 1.0}  # a comma was forgotten
     assert parse_mixture("c:/x.jsonl:2, me/chats,me/chats/part:.5, 10:30.jsonl,me/chats:2") == {
         "c:/x.jsonl": 2.0, "me/chats": 3.0, "me/chats/part": 0.5, "10:30.jsonl": 1.0}
 
@@ -313,7 +314,7 @@ def test_other_formats_are_read_from_lines_a_list_and_the_hub(tmp_path, monkeypa
     assert [to_messages(row) for row in rows] == [messages for _, messages in FORMATS]
     monkeypatch.chdir(tmp_path)
     Path("lines.json").write_text("\n".join(map(json.dumps, rows)))
-    Path("list.json").write_text(json.dumps(rows))
+    Path("list.json").write_text("\ufeff\n" + json.dumps(rows), encoding="utf-8")
     hub = {("owner/name", "config"): rows}
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: hub[name] if split == "train" else None)
     for source, where in ("lines.json", "line 3"), ("list.json", "row 2"), ("owner/name/config", "row 2"):

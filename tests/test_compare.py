@@ -48,6 +48,12 @@ def test_a_table_has_the_mean_of_each_setting_and_nothing_is_repeated(compare, t
     assert "result.json" in line and "remove it" in line
 
 
+def test_a_config_file_says_what_the_runs_start_from(compare, tmp_path):
+    (tmp_path / "tune.py").write_text("init_from = 'auto:out/ckpt.pt'\n")
+    output = compare(run, f"--args={tmp_path}/tune.py --y=2")
+    assert output.count(f"'{tmp_path}/tune.py', '--y=2'") == 2 and "--init_from" not in output
+
+
 def test_a_run_that_stopped_or_failed_is_no_result(compare, tmp_path):
     for args, error in (("--stop=1", ": stopped at step 5; the same command resumes it"),
                         ("--steps=no", "fake.py --init_from=auto --steps=no --seed=1 failed, see above")):

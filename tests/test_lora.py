@@ -250,6 +250,13 @@ def tuning(folder, seed):
     return Checkpointer(folder / "tuned", {"model": Adapters(gpt), "lora": lora}, facts)
 
 
+def test_what_trains_besides_the_adapters_is_loaded_with_them(tmp_path):
+    checkpointer = tuning(tmp_path, 0)
+    torch.nn.init.constant_(checkpointer.state["model"].model.transformer.ln_f.weight.requires_grad_(True), 7.0)
+    checkpointer.save(0)
+    assert (load_checkpoint(tmp_path / "tuned")["model"]["transformer.ln_f.weight"] == 7).all()
+
+
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path, symbolic):
     checkpointer = tuning(tmp_path, 0)

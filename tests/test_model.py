@@ -13,7 +13,7 @@ import model as model_module
 from conftest import SMALL, VARIANTS, literals, new_gpt, packed, tokens
 from export_hf import to_hf
 from import_hf import config_to_hf
-from model import GPT, IGNORE, Block, GPTConfig, attend, linear_cross_entropy
+from model import GPT, IGNORE, Block, GPTConfig, linear_cross_entropy
 
 
 def transformers_twin(gpt):

@@ -12,10 +12,14 @@ import json, os, types
 class Run:
     def __init__(self, **settings):
         self.file = open(settings["dir"] / "wandb.jsonl", "a")
-        self.log({name: str(settings[name]) for name in ("project", "name", "id", "resume")}, len(settings["config"]))
+        names = {name: str(settings[name]) for name in ("project", "name", "id", "resume")}
+        self.log([len(settings["config"]), names])
 
-    def log(self, values, step):
-        print(json.dumps([step, values]), file=self.file, flush=True)
+    def define_metric(self, name, step_metric):
+        self.log([name, step_metric])
+
+    def log(self, values):
+        print(json.dumps(values), file=self.file, flush=True)
 
 class SummaryWriter:
     def __init__(self, folder, purge_step):
@@ -48,12 +52,13 @@ def test_both_get_every_line_of_the_log(shards, tmp_path):
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
     tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))
-    (n_settings, names), resumed_with = [tracked.pop(i) for i in (0, 6)]
+    (n_settings, names), metric, resumed_with, again = [tracked.pop(i) for i in (0, 0, 6, 6)]
+    assert metric == again == ["*", "iter"]  # not log's step=, which would drop what follows a rollback
     assert names == {"project": "project", "name": "given", "id": names["id"], "resume": "allow"} and n_settings > 50
     assert resumed_with[1] == names and len(names["id"]) == 8
     # 2 evaluations, each with its duration, and 2 steps, then a step and an evaluation
-    assert tracked == [[line["iter"], grouped(line)] for line in expected] and len(tracked) == 9
-    assert "train/loss" in tracked[2][1] and "val/loss" in tracked[0][1] and "lr" in tracked[2][1]
+    assert tracked == list(map(grouped, expected)) and len(tracked) == 9
+    assert "train/loss" in tracked[2] and "val/loss" in tracked[0] and "lr" in tracked[2]
     scalars = (tmp_path / "name" / "tensorboard.txt").read_text().splitlines()
     assert f"val/loss {expected[-2]['val_loss']} 3" in scalars and f"lr {expected[2]['lr']} 1" in scalars
     assert [line for line in scalars if line.startswith("purge")] == ["purge 0", "purge 3"]
