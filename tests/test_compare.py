@@ -8,7 +8,7 @@ from conftest import TINY, read_log, refused, run
 # takes --steps and --seed, or --stop, which ends it between two evaluations, as a signal does: with exit code 0
 FAKE_SCRIPT = """
 import json, os, sys
-flags = dict(arg[2:].split("=", 1) for arg in sys.argv[1:])
+flags = dict(arg[2:].split("=", 1) for arg in sys.argv[1:] if "=" in arg)
 entries = [{"iter": 3, "val_loss": float(flags.get("steps", 1)) / int(flags["seed"])}, {"iter": 5, "train_loss": 1.0}]
 os.makedirs(flags["out_dir"], exist_ok=True)
 with open(flags["out_dir"] + "/log.jsonl", "a") as log:
