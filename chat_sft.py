@@ -120,8 +120,10 @@ config, overrides = configure(globals())
 # setup
 drop_failed_writes()
 checkpoint, resuming = load_init_from(config, overrides, "chat")
-if "epochs" in overrides and "max_iters" not in overrides:
+if "epochs" in overrides and overrides.get("max_iters") is None:
     config["max_iters"] = None  # not that of the run to resume
+elif "epochs" in overrides:
+    print0(f"--max_iters={config['max_iters']} sets the length of the run, not --epochs={config['epochs']}")
 update_settings(globals(), config, init_from)  # from the run to resume, or the model to start from
 if not print_batch:
     check_out_dir(config, resuming, checkpoint)

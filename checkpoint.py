@@ -149,7 +149,7 @@ def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
     from import_hf import hub_name
     base = checkpoint["lora"]
-    for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
+    for place in (base["absolute"], base["path"], str(Path(checkpoint["path"]).with_name(BASE))):
         if os.path.exists(place) or hub_name(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:

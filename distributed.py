@@ -29,7 +29,7 @@ def init_process(device):
     Init torch.distributed under torchrun and pick the device. device: auto, cpu, cuda, cuda:N or mps.
     Also allows TF32. Returns rank, world_size, torch.device.
     """
-    world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be encoded or decoded
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

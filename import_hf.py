@@ -185,6 +185,7 @@ def load_hf(path):
         if run.exists():
             found = json.loads(run.read_bytes())
             facts |= {key: found[key] for key in RUN_FACTS}
+            facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
         weights = read_weights(folder, config, torch.bfloat16 if hf_config.dtype == torch.bfloat16 else torch.float32)
         return convert_checkpoint(weights, config, path=str(path), **facts)
 

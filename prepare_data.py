@@ -23,6 +23,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +191,7 @@ def read_progress(folder, recipe):
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
     for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
         read_shard(folder / name, meta.get("shards", {}).get(name))
+    sum(meta[key] for key in ("documents", "documents skipped", "tokens", "bytes", "exhausted"))  # they are numbers
     return meta
 
 
@@ -307,8 +309,8 @@ if __name__ == "__main__":
     write_meta(folder, meta)
     print(f"{folder}: {summary}\n"
           f"the first {recipe['val_tokens']:,} tokens are for validation; train on the rest:\n"
-          f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}--data_dir={folder}"
-          f"{'' if dataset == 'python' else f' --out_dir=out-{folder.name}'}")
+          f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}"
+          + shlex.join([f"--data_dir={folder}", *([] if dataset == "python" else [f"--out_dir=out-{folder.name}"])]))
     if meta["bytes"] < 50e6 and encoding.name != "bytes":
         print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
               "--tokenizer=bytes")

@@ -52,8 +52,9 @@ def load_init_from(config, overrides, stage):
         if overrides.get(name) not in (None, model_args[name]):  # None: what the model has
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
-    if not resuming:  # a resumed run keeps the length of its rows
-        config["max_seq_len"] = pick_max_seq_len(overrides.get("max_seq_len"), model_args["max_seq_len"], most=2048)
+    asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")
+    with one_line_errors(source, errors=TypeError):  # of a crafted checkpoint
+        config["max_seq_len"] = pick_max_seq_len(asked, model_args["max_seq_len"], most=2048)
     if "masks" in checkpoint and not resuming and not config.get("sparsity"):
         print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
     return checkpoint, resuming
@@ -86,6 +87,8 @@ def take_settings(config, overrides, checkpoint):
         if key not in config or key in PER_START:
             continue
         if key not in overrides or key == "init_from":  # what the run began with, not "resume"
+            config[key] = before
+        elif overrides[key] is None and key in checkpoint["model_args"]:  # what the model has
             config[key] = before
         elif overrides[key] != before:
             if key in FIXED:

@@ -6,7 +6,7 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
 
 Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
 interruption, the same command resumes the unfinished run and repeats none of the finished ones, unless the code has
-changed. Runs start with --init_from=auto, so that they can be resumed. If they start from a model, give auto:PATH.
+changed. Runs start with --init_from=auto, so that they can be resumed. If flags give a model, write auto:PATH.
 """
 import json
 import re
@@ -44,8 +44,9 @@ def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     words = shlex.split(f"{args} {flags} --seed={seed}")
     configs = [read_config_file(word) for word in words if word.endswith(".py")]
-    if not any("init_from" in config for config in configs):  # else the flag would win
-        words.insert(0, "--init_from=auto")
+    init_from = ["scratch", *(config["init_from"] for config in configs if "init_from" in config)][-1]
+    if not init_from.startswith("auto"):
+        words.insert(0, "--init_from=auto" + (f":{init_from}" if init_from != "scratch" else ""))
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})
     recipe = [words, configs, [path.read_text(encoding="utf-8") for path in code]]
     # with other --args, or if the code has changed, a run gets another folder

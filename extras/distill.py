@@ -225,8 +225,8 @@ class TeacherCache:
             fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
                  alone=True)
         if not rows[:, -1, -1].all():
-            fail(f"{self.rows.filename}: a row is missing; all machines must share its folder; "
-                 f"--init_from=resume labels the row", alone=True)
+            fail(f"{self.rows.filename}: a row is missing, because a rollback has moved the run on to more rows, or "
+                 f"because machines do not share the folder; --init_from=resume labels it", alone=True)
         return {"teacher": rows}
 
     def fill(self, indices, teacher_forward, loader):

@@ -274,7 +274,8 @@ def test_names_that_the_terminal_cannot_show(tmp_path, encoding):
     code, output = run_script(tmp_path, f"--files={name}.txt", f"--data_dir={name}", "--tokenizer=bytes",
                               "--val_tokens=9", encoding=encoding)
     shown = {"ascii": "???", "utf-8": "\u00e9\u3042?"}[encoding]
-    assert code == 0 and f"opening {shown}.txt" in output and f"--data_dir={shown} --out_dir=out-{shown}\n" in output
+    assert code == 0 and f"opening {shown}.txt" in output
+    assert f"'--data_dir={shown}' '--out_dir=out-{shown}'\n" in output
     assert all_tokens(tmp_path / name) == bytes_tokens(["text " * 9])
 
 
@@ -406,7 +407,8 @@ def test_a_changed_source_is_refused_and_a_damaged_folder(prepared):
     (folder / name).write_bytes(whole)
     path = folder / "undisturbed/meta.json"
     meta = json.loads(path.read_text()) | {"exhausted": False}
-    for damaged in ({**meta, "state": {"shard_idx": 0}}, {**meta, "state": 3}, {**meta, "tokens": "3"}, {}, []):
+    for damaged in ({**meta, "state": {"shard_idx": 0}}, {**meta, "state": 3}, {**meta, "tokens": "3"}, {}, [],
+                    {**meta, "tokens": "3", "exhausted": True}, {**meta, "documents": None, "exhausted": True}):
         path.write_text(json.dumps(damaged))
         assert "undisturbed" in refusal(folder, *command)
     path.write_text("{")
