@@ -233,6 +233,8 @@ class Checkpointer:
         Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
+        # resumed at this step: it is there already, and has been evaluated
+        written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
         best_before = self.facts["best_val_loss"]
         if val_loss is not None:
             self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": min(best_before, val_loss)}
@@ -240,9 +242,9 @@ class Checkpointer:
         if rank() > 0:
             return
         try:
-            # a step saved again, as after a resume or a rollback, replaces its own file, not the step before it
-            keep_previous = self.keep_previous and iter_num != self.saved_iter
-            write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, keep_previous)
+            if not written:  # a step saved again, as after a rollback, replaces its own file, not the one before it
+                keep_previous = self.keep_previous and iter_num != self.saved_iter
+                write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, keep_previous)
             if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
                 for name in ("ckpt_prev.pt", "ckpt_best.pt", BASE):
                     (self.out_dir / name).unlink(missing_ok=True)

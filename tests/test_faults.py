@@ -84,7 +84,7 @@ def test_a_signal_saves_the_step_and_ends_with_code_0(shards, whole, tmp_path):
            f"--out_dir={tmp_path}" in output and 3 <= step < 60
     output = run("train_gpt2.py", *args)  # the same command: auto resumes
     assert f"resumed at step {step}\n" in output
-    run("train_gpt2.py", *args)  # there is nothing left to do
+    run("train_gpt2.py", *args)  # there is nothing left to do, or to write
     check_same_run(whole, tmp_path)
     assert load(tmp_path, "ckpt_prev.pt")["iter_num"] == 50
 
