@@ -60,9 +60,9 @@ class TokenDataset:
         if "val_tokens" in meta:  # prepare_data.py wrote it, and not its first version
             with one_line_errors(f"{data_dir}/meta.json", "run prepare_data.py again"):
                 recorded = meta["val_tokens"] if split == "val" else meta["tokens"] - meta["val_tokens"]
-            if self.tokens != recorded:
-                fail(f"data_dir={data_dir}: its {split} shards have {self.tokens:,} tokens, but meta.json records "
-                     f"{recorded}; restore the shards, or remove the folder and run prepare_data.py again")
+                if self.tokens != recorded:
+                    fail(f"data_dir={data_dir}: its {split} shards have {self.tokens:,} tokens, but meta.json records "
+                         f"{recorded:,}; restore the shards, or remove the folder and run prepare_data.py again")
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
             fail(f"max_seq_len={max_seq_len}: a row needs {max_seq_len + 1} tokens, and the longest {split} shard in "

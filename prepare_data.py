@@ -191,7 +191,9 @@ def read_progress(folder, recipe):
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
     for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
         read_shard(folder / name, meta.get("shards", {}).get(name))
-    sum(meta[key] for key in ("documents", "documents skipped", "tokens", "bytes", "exhausted"))  # they are numbers
+    for key in ("documents", "documents skipped", "tokens", "bytes", "exhausted"):
+        if not isinstance(meta[key], int):
+            raise ValueError(f"its meta.json is damaged: {key} is {meta[key]!r}")
     return meta
 
 
@@ -292,7 +294,7 @@ if __name__ == "__main__":
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:
         fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on, there are only {summary} (empty, not "
-             f"text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
+             "text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
 
     # what to do with them
     chat_path = folder / "chat.jsonl"

@@ -48,7 +48,7 @@ def read_headerless(path):
 
 
 def read_meta(data_dir):
-    """meta.json of a folder of shards, a dict with at least tokenizer. No file means gpt2 tokens."""
+    """meta.json of a folder of shards, a dict with at least tokenizer and shards. No file means gpt2 tokens."""
     path = Path(data_dir) / "meta.json"
     if not path.exists():
         return {"tokenizer": "gpt2", "shards": {}}

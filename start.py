@@ -39,6 +39,9 @@ def load_init_from(config, overrides, stage):
         fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of one")
     source = out_dir if resuming else init_from.removeprefix("auto:")
     checkpoint = load_checkpoint(source, merge=not resuming)
+    model_args = checkpoint["model_args"]
+    # None for a setting of the model means what the model has
+    overrides = {name: value for name, value in overrides.items() if value is not None or name not in model_args}
     if resuming:
         if checkpoint["stage"] != stage:
             fail(f"--out_dir={out_dir}: holds a {checkpoint['stage']} model; resume it with the script that trained "
@@ -47,9 +50,8 @@ def load_init_from(config, overrides, stage):
             fail(f"--init_from={init_from}: {out_dir} holds a model without its optimizer; start a new run with "
                  f"--init_from={out_dir} --out_dir=...")
         take_settings(config, overrides, checkpoint)
-    model_args = checkpoint["model_args"]
     for name in config.keys() & (model_args.keys() - {"max_seq_len", "dropout"}):
-        if overrides.get(name) not in (None, model_args[name]):  # None: what the model has
+        if overrides.get(name, model_args[name]) != model_args[name]:
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
     asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")
@@ -87,8 +89,6 @@ def take_settings(config, overrides, checkpoint):
         if key not in config or key in PER_START:
             continue
         if key not in overrides or key == "init_from":  # what the run began with, not "resume"
-            config[key] = before
-        elif overrides[key] is None and key in checkpoint["model_args"]:  # what the model has
             config[key] = before
         elif overrides[key] != before:
             if key in FIXED:
