@@ -82,13 +82,17 @@ def one_line_errors(where="", advice="", errors=Exception):
 
 
 def excepthook(kind, error, tb):
-    """One line for Ctrl-C and an OSError, as of a full disk, nothing for a closed output, otherwise the traceback."""
+    """
+    One line for Ctrl-C and for an OSError, as of a full disk, with the script's line that led to it; nothing for a
+    closed output; otherwise the traceback.
+    """
     if issubclass(kind, KeyboardInterrupt):
         print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif issubclass(kind, OSError):
-        fail(f"{kind.__name__}: {error}", alone=True)
+        place = f"{Path(tb.tb_frame.f_code.co_filename).name}, line {tb.tb_lineno}"
+        fail(f"{kind.__name__}: {error} ({place})", alone=True)
     else:
         sys.__excepthook__(kind, error, tb)
 
