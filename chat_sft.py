@@ -8,8 +8,8 @@ Turns a base model into a chat model: supervised fine-tuning on conversations.
 
 Rows have one fixed length, max_seq_len, so the compiled model sees one shape. By default a row packs as many whole
 conversations as fit, with attention inside each conversation only, and is padded; with --pack=False each conversation
-gets its own padded row. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's. Only
-the data differs, and the number of targets, which varies and is counted at each step.
+gets its own padded row. The loss is the same either way, on assistant tokens only. The loop is train_gpt2.py's, but
+the data differs, and the number of targets varies and is counted at each step.
 """
 import math
 import time
@@ -88,7 +88,7 @@ wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the ra
 # SPAM: --optimizer=adamw_spam
 spam_interval: Positive = 500  # steps between momentum resets
 spam_warmup: NonNegative | None = None  # warm-up steps after each reset; None: min(150, 0.3 spam_interval)
-spam_theta: Annotated[float, 1, math.inf] = 5000.0  # an element is a spike if its square is over spam_theta times v
+spam_theta: Annotated[float, 1, math.inf] = 5000.0  # a spike: an element whose square is over this times its average
 # pruning
 sparsity: BelowOne = 0.0  # share of the hidden matrices' weights to prune to zero; 0 = off
 prune_by: Literal["magnitude", "state"] = "magnitude"  # |w|, or |w| v^(1/4) with AdamW's second moment v
@@ -96,7 +96,7 @@ prune_begin: NonNegative | None = None  # step at which sparsity begins to rise;
 prune_end: Positive | None = None  # step at which it is reached; None: three quarters of max_iters
 # distillation
 teacher: str | None = None  # distil from this model, a path or gpt2, ...
-teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
+teacher_weight: Fraction = 0.5  # w of the loss (1 - w) cross entropy + w T^2 KL(teacher || student)
 teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small teacher_cache, near 1
 learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
 teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off: the teacher runs every step

@@ -209,7 +209,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     hf_model = build_hf_model(model, tokenizer, chat).to(getattr(torch, dtype))
     for name, p in hf_model.named_parameters():
         if p.isinf().any():
-            fail(f"--dtype={dtype}: {name} has weights above its largest number; use bfloat16")
+            fail(f"--dtype={dtype}: {name} has weights that are too large for it; use bfloat16")
     print(f"writing {out_dir} ...")
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)

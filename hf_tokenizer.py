@@ -69,8 +69,8 @@ class HFTokenizer:
         ids = self.encode_ordinary(text)
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
         if decoded != text or self.special.keys() & set(ids) or getattr(self.bpe.model, "dropout", None):
-            raise ValueError("its ids do not give back the text that they were made from, or not always, or spell "
-                             "special tokens")
+            raise ValueError("its ids do not reliably decode to the text that they encode, or they spell special "
+                             "tokens")
 
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
@@ -136,7 +136,7 @@ class HFTokenizer:
             if is_answer:
                 before = self.apply_template(hidden[:i], prompt=True)
                 if not outline.startswith(before):
-                    raise ValueError("the model's chat template does not begin answers as it prompts for them")
+                    raise ValueError("the model's chat template begins answers unlike its generation prompt")
                 place = len(before)
             content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
             place = outline.find(content, place) + len(content)
@@ -148,7 +148,7 @@ class HFTokenizer:
                 place = end.end() if end else len(text)
                 answers.append((len(before), place))
         if len(end_tokens) > 1 or None in end_tokens:
-            raise ValueError("the model's chat template ends an answer with no special token, or each with another")
+            raise ValueError("the model's chat template does not end every answer with the same special token")
         ids, offsets = self.encode_template(text, outline)
         # a token of white space has no width here; the first token of an answer may take the space before it
         return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]

@@ -106,7 +106,7 @@ class Logger:
         if mean > DIVERGED * self.lowest_mean and not self.diverged:
             self.diverged = True
             print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {mean:.3f}, "
-                   f"and was {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
+                   f"up from {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
                    f"--spike_loss=3, which rolls back")
 
     def evaluated(self, iter_num, seconds):

@@ -341,8 +341,8 @@ class Block(nn.Module):
 def compute_logits(x, weight):
     """
     The last hidden states x (..., C) and the head's weight (V, C) -> logits (..., V). Every loss, score and
-    sample gets its logits here. If you change them (with a soft cap, say), LinearCrossEntropy and the loss in
-    extras/distill.py need the derivative of your change, because they compute their gradients by hand.
+    sample gets its logits here. If you change them (with a soft cap, say), LinearCrossEntropy needs the
+    derivative of your change, because it computes its gradient by hand.
     """
     return F.linear(x, weight)  # not x @ weight.t(): autocast would cast the head anew at each call
 

@@ -61,7 +61,7 @@ n_embd: Positive = 768
 n_kv_head: Positive | None = None  # llama: grouped-query attention; None: n_head
 qk_norm: bool = False  # llama: normalize queries and keys
 embed_norm: bool = False  # llama: normalize the embedding
-local_heads: bool = False  # llama: heads begin by looking a few positions back, one by copying; needs both norms
+local_heads: bool = False  # llama: heads start looking a few positions back, one copying; needs both norms above
 intermediate_size: Positive | None = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
 rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama: base of the rotary frequencies
 kv_lora_rank: Positive | None = None  # mla: latent width, cached per token; None: min(128, n_embd / 2)
@@ -88,7 +88,7 @@ wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the ra
 # SPAM: --optimizer=adamw_spam
 spam_interval: Positive = 500  # steps between momentum resets
 spam_warmup: NonNegative | None = None  # warm-up steps after each reset; None: min(150, 0.3 spam_interval)
-spam_theta: Annotated[float, 1, math.inf] = 5000.0  # an element is a spike if its square is over spam_theta times v
+spam_theta: Annotated[float, 1, math.inf] = 5000.0  # a spike: an element whose square is over this times its average
 # pruning
 sparsity: BelowOne = 0.0  # share of the hidden matrices' weights to prune to zero; 0 = off
 prune_by: Literal["magnitude", "state"] = "magnitude"  # |w|, or |w| v^(1/4) with AdamW's second moment v
@@ -96,7 +96,7 @@ prune_begin: NonNegative | None = None  # step at which sparsity begins to rise;
 prune_end: Positive | None = None  # step at which it is reached; None: three quarters of max_iters
 # distillation
 teacher: str | None = None  # distil from this model, a path or gpt2, ...
-teacher_weight: Fraction = 0.5  # of T^2 KL(teacher || student); the cross entropy has 1 - teacher_weight
+teacher_weight: Fraction = 0.5  # w of the loss (1 - w) cross entropy + w T^2 KL(teacher || student)
 teacher_temperature: Annotated[float, 0.01, 100] = 1.0  # T; with a small teacher_cache, near 1
 learn_temperature: bool = False  # learn T; it collapses towards 0, so prefer a fixed one
 teacher_cache: NonNegative = 0  # cache the teacher's top-k log-probs on disk; 0 = off: the teacher runs every step

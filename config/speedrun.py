@@ -1,7 +1,7 @@
 # The recipe that gets to a loss soonest: llama blocks, Muon, a rate for each kind of parameter that falls to zero over
 # the whole run. docs/benchmarks.md has what each choice gained, in small models. At 800 and 1,000 steps muon_lr
 # 0.03 was ahead of 0.02 and 0.04, or level; at 200 steps 0.045 was ahead on one text and behind on another. Beyond
-# 1,500 nothing was measured.
+# 2,000 nothing was measured.
 #   python train_gpt2.py config/speedrun.py
 arch = "llama"
 qk_norm = True

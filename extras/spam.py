@@ -2,8 +2,8 @@
 SPAM (Huang et al. 2025, arXiv 2501.06842) for AdamW: clips gradient elements that are spikes, and resets the moments.
 
 The constants are those of the authors' code (github.com/TianjinYellow/SPAM-Optimizer), which does not clip norms. Our
-loop still does, after this hook. If norms are many times grad_clip, v is small and SPAM clips more than spikes; use
---grad_clip=0 then.
+loop still does, after this hook. If norms are many times grad_clip, v is small and SPAM clips more than spikes: then
+use --grad_clip=0.
 """
 import math
 

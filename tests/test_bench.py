@@ -24,7 +24,8 @@ def test_bench_compares_with_nanogpt(tmp_path):
     (tmp_path / "train.py").write_text(NANOGPT)
     (tmp_path / "model.py").write_text("")
     lines = run("bench.py", *TINY, f"--nanogpt={tmp_path}", env={}).splitlines()
-    rows = {line.split()[0]: {key: float(value.replace(",", "")) for key, value in re.findall(r"(\w+) ([\d,.]+)", line)}
+    rows = {line.split()[0]: {key: float(value.replace(",", ""))
+                              for key, value in re.findall(r"(\w+) ([\d,.]+)", line)}
             for line in lines if "tok_per_sec" in line}
     assert list(rows) == ["nanoGPT", "train_gpt2.py"] and lines[0].startswith("device ")
     nanogpt, ours = rows.values()
@@ -36,7 +37,8 @@ def test_bench_compares_with_nanogpt(tmp_path):
 
 @pytest.mark.slow
 def test_bench_refuses_what_it_cannot_time(tmp_path):
-    for wrong, words in ((f"--nanogpt={tmp_path}", "holds no train.py"), ("--steps=0", "expected an int of at least 1")):
+    for wrong, words in ((f"--nanogpt={tmp_path}", "holds no train.py"),
+                         ("--steps=0", "expected an int of at least 1")):
         line = refused("bench.py", "--compile=False", wrong)
         assert wrong in line and words in line
     output = run("bench.py", "--compile=False", "--flags=--n_layers=3", env={}, code=2)

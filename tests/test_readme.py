@@ -31,8 +31,9 @@ def settings(script):
 def commands(page):
     """(script, arguments) of each `python SCRIPT.py ...` and `torchrun ... SCRIPT.py ...` on a page."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"='[^'`]*'", lambda found: found[0].replace("\n", " "), text)  # a flag on several lines
     for part in re.split(r"\n|`|&&|\|", text):
-        found = re.search(r"(?:python |torchrun |\$run )(?:\S+ )*?(\w+\.py)\b([^#>]*)", part)
+        found = re.search(r"(?:python |torchrun |\$run )(?:\S+ )*?((?:(?:docs|extras|tests)/)?\w+\.py)\b([^#>]*)", part)
         if found and (ROOT / found[1]).exists():
             yield found[1], shlex.split(found[2])
 
@@ -54,7 +55,7 @@ def test_there_are_commands():
     """So the test above reads something."""
     found = [script for page in PAGES for script, _ in commands(page)]
     assert {"train_gpt2.py", "chat_sft.py", "prepare_data.py", "sample.py", "evaluate.py", "export_hf.py",
-            "bench.py"} <= set(found) and len(found) > 40
+            "bench.py", "docs/race.py", "extras/compare.py", "tests/bench_peers.py"} <= set(found) and len(found) > 40
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])

@@ -120,7 +120,8 @@ def test_with_two_ranks_muon_and_dropout_too(shards, tmp_path):
 
 @pytest.mark.slow
 def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
-    command = [sys.executable, f"{ROOT}/train_gpt2.py", *TINY, f"--data_dir={shards}", "--max_iters=3", "--out_dir=None"]
+    command = [sys.executable, f"{ROOT}/train_gpt2.py", *TINY, f"--data_dir={shards}", "--max_iters=3",
+               "--out_dir=None"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("run-*")), done.stdout + done.stderr
     folder = re.search("--out_dir=None: (.*) is removed", done.stdout)[1]
@@ -405,7 +406,7 @@ def test_a_loss_that_stays_high_is_a_warning_once(shards, tmp_path, capsys):
         for i, value in enumerate(values):
             log.step(loss_sum=value, targets=1, tokens=1, rows=1, clipped=0, seconds=1)
             log.train(i)
-        return re.findall("step (.*): the loss rises: .* is (.*), and was (.*);", capsys.readouterr().out)
+        return re.findall("step (.*): the loss rises: .* is (.*), up from (.*);", capsys.readouterr().out)
 
     falling = [3.2 + 7 * 0.98 ** i for i in range(300)]
     assert losses([1.0, *[5.0] * 300]) == []  # an easy first batch
