@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 from tqdm import tqdm
@@ -148,12 +149,16 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     if source.endswith((".json", ".jsonl")) and not os.path.exists(source):
         fail(f"--data or --val_data: {source}: there is no such file")
     import datasets  # takes a second
+    import huggingface_hub
     datasets.disable_progress_bars()  # ours names the source
     try:
-        digest = None  # for a hub data set, which the library keeps anyway
+        digest = None  # the commit of a hub data set, unless there is no network
         if os.path.exists(source):
             with open(source, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
+        else:
+            with suppress(Exception):
+                digest = huggingface_hub.dataset_info("/".join(source.split("/")[:2]), timeout=10).sha
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
             source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len, version=VERSION)).data
         rows.validate(full=True)  # without this a damaged file may crash pyarrow

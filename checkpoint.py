@@ -21,7 +21,7 @@ from filelock import FileLock  # torch requires it
 from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
 from distributed import print0, rank
 from model import GPT, GPTConfig
-from tokenizer import chat_tokens, count_ids, get_tokenizer, has_template, padded_vocab_size, sanitize
+from tokenizer import chat_tokens, count_ids, get_tokenizer, has_template, sanitize
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
 # what each checkpoint holds, besides model_args
@@ -129,7 +129,7 @@ def check_chat_format(path, tokenizer, vocab_size):
 def check_tokenizer(where, tokenizer, checkpoint):
     """Exit with an error if the checkpoint's model has another tokenizer. `where` says where this one is from."""
     expected, vocab_size = get_tokenizer(checkpoint["tokenizer"]).name, checkpoint["model_args"]["vocab_size"]
-    if tokenizer.name != expected or padded_vocab_size(tokenizer) > vocab_size:
+    if tokenizer.name != expected or tokenizer.n_vocab > vocab_size:
         fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected} tokens, "
              f"{vocab_size} ids")
 

@@ -129,7 +129,7 @@ def tokenize_row(task, row, tokenizer, stage):
     else:
         # Spaces at the end of a context move to the continuation, as in the harness: a space is never joined to the
         # letters before it, so context and continuation are split there.
-        prompt = text.rstrip()
+        prompt = text.rstrip() if choices else text
         ids = tokenizer.encode_ordinary(prompt)
         choices = [tokenizer.encode_ordinary(f"{text} {choice}")[len(ids):] for choice in choices]
         context = [tokenizer.eot_token, *ids]

@@ -214,8 +214,9 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for file in (*folder.glob("model.safetensors*"), *folder.glob("chat_template.jinja")):
-            file.unlink()
+        for pattern in ("model.safetensors*", "tokenizer*.json", "chat_template.jinja"):
+            for file in folder.glob(pattern):
+                file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),

@@ -196,15 +196,20 @@ def load_hf(path):
 def read_tokenizer(folder, vocab_size):
     """
     The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids match, or if the vocabulary size does and
-    tokenizer.json is missing; else its own. Raises an exception of any kind if it has none.
+    tokenizer.json is missing; else, or if it has a chat template that is not ours, its own. Raises an exception of any
+    kind if it has none.
     """
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
     ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None
     if ours and not (folder / "tokenizer.json").exists():
+        vocabulary = folder / "vocab.json"
+        if vocabulary.exists() and json.loads(vocabulary.read_bytes()).get("\u0120the") != 262:  # " the" in GPT-2's
+            raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
         return ours
     tokenizer = HFTokenizer(read_files(folder))
-    if ours and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
-                    for i in range(ours.n_vocab)):
+    ours_or_plain = (folder / "run.json").exists() or not has_template(tokenizer)
+    if ours and ours_or_plain and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
+                                      for i in range(ours.n_vocab)):
         return ours
     if tokenizer.n_vocab > vocab_size:
         raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model only {vocab_size}")

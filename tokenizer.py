@@ -9,6 +9,7 @@ vocabulary. A tokenizer with a chat template has that format instead. A special 
 import functools
 import os
 from pathlib import Path
+from unicodedata import category
 
 import numpy as np
 import tiktoken
@@ -124,5 +125,5 @@ def decode_chat(tokenizer, ids):
 
 
 def sanitize(text):
-    """Text from a model or a file without the control characters that would upset a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    """Text from a model or a file without control characters, which upset a terminal, and lone surrogates."""
+    return "".join("\ufffd" if category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)

@@ -167,8 +167,8 @@ state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, max_iters, config, checkpoint, state, metrics)
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_token], config, "base")
 
-facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
-             data=train_data.fingerprint, stage="base")
+facts = dict(model_args=asdict(orig_model.config), config=config, data=train_data.fingerprint, stage="base",
+             tokenizer=checkpoint["tokenizer"] if checkpoint else tokenizer_entry(tokenizer))  # with its template
 checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 if sanity_check:

@@ -6,8 +6,10 @@ import os
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -322,6 +324,15 @@ def test_other_formats_are_read_from_lines_a_list_and_the_hub(tmp_path, monkeypa
         assert len(conversations_of(train.rows)[0]) == 4
         assert text.splitlines()[1:] == [
             f"  4 skipped: messages is not a list of {{role, content}}, both strings (the first: {source}, {where})"]
+
+
+def test_a_hub_data_set_is_read_again_once_it_has_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for commit, answer in ("1", "old"), ("1", "ignored"), ("2", "new"):
+        monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, timeout: SimpleNamespace(sha=name + commit))
+        monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: [{"messages": turns("q", answer)}])
+        row = build("rows", "owner/name", "owner/name")[0].rows[0, 0].tolist()
+        assert ("old" if answer == "ignored" else answer) in decode_chat(BYTES, row)
 
 
 @pytest.mark.parametrize("line, words", [

@@ -186,6 +186,7 @@ def test_prompts(tmp_path):
     for task in "gsm8k", "sums":
         assert prompt(task, "chat", gsm8k("How many?", 7)) == (f"{eot}<|user|>How many?<|end|><|assistant|>", [], 7)
     assert prompt("sums", "base", gsm8k("How many?", 7)) == (f"{eot}How many?", [], 7)
+    assert prompt("sums", "base", gsm8k("Q: 1 + 6\nA:\n", 7)) == (f"{eot}Q: 1 + 6\nA:\n", [], 7)  # as it stands
 
 
 def test_chat_models_answer_mmlu_by_letter(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import export_hf
 from checkpoint import load_checkpoint, load_model
-from conftest import VARIANTS, new_gpt, run, save_model, tokens
+from conftest import VARIANTS, error_line, new_gpt, run, save_model, tokens
 from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
 from tokenizer import chat_tokens, get_tokenizer, padded_vocab_size, render_chat
@@ -190,6 +190,19 @@ def test_the_chat_template_renders_the_ids_of_render_chat(exported_tokenizer):
         assert prompted == ids + [chat_tokens(ours)["assistant"]]
     with pytest.raises(Exception, match="unknown role tool"):
         theirs.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_a_chat_template_that_comes_from_elsewhere_stays(tmp_path, capsys):
+    """A folder that transformers wrote has no run.json, and its template need not be ours."""
+    folder = tmp_path / "hf"
+    export(save_model(tmp_path, new_gpt("gpt2")), folder)
+    assert load_checkpoint(folder)["tokenizer"] == "bytes"
+    (folder / "run.json").unlink()
+    loaded = load_checkpoint(folder)
+    assert loaded["stage"] == "chat" and "<|assistant|>" in loaded["tokenizer"]["tokenizer_config.json"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text('{"hello": 5}')
+    assert "its vocab.json is not GPT-2's" in error_line(capsys, load_checkpoint, folder)
 
 
 def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):

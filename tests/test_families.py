@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from checkpoint import check_chat_format, load_checkpoint, load_model
+from checkpoint import check_chat_format, check_tokenizer, load_checkpoint, load_model
 from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
 from dataloader import TokenDataset
 from export_hf import export
@@ -184,6 +184,9 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path
         "--warmup_iters=0", "--n_layer=1", "--n_head=2", "--n_embd=16")
     run("chat_sft.py", *small, f"--init_from={tmp_path}/out", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
         f"--out_dir={tmp_path}/chat-out", "--max_iters=2")
+    export(f"{tmp_path}/chat-out", f"{tmp_path}/base", "float32", 10 ** 9, overwrite=False)
+    export(f"{tmp_path}/out", f"{tmp_path}/base", "float32", 10 ** 9, overwrite=True)
+    assert read_files(tmp_path / "base").keys() == {"tokenizer.json"}  # nothing is left of the chat model
     run("export_hf.py", f"--checkpoint={tmp_path}/chat-out", f"--out_dir={tmp_path}/hf")
     ours, reference = get_tokenizer(f"{tmp_path}/data/tokenizer"), transformers.AutoTokenizer.from_pretrained(
         tmp_path / "hf")
@@ -192,6 +195,24 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path
     output = run("sample.py", f"--checkpoint={tmp_path}/hf", "--chat=True", "--prompt=Hello", "--max_new_tokens=4",
                  "--device=cpu")
     assert "model: " in output
+
+
+def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qwen3, tmp_path, capsys):
+    """Text needs none of the four chat tokens, and a folder without the template has the same tokenizer."""
+    (tmp_path / "text.txt").write_text("some text " * 2000)
+    (tmp_path / "plain").mkdir()
+    shutil.copy(qwen3 / "tokenizer.json", tmp_path / "plain")
+    run("prepare_data.py", f"--files={tmp_path}/text.txt", f"--data_dir={tmp_path}/data", "--val_tokens=500",
+        f"--tokenizer={tmp_path}/plain")
+    run("train_gpt2.py", f"--init_from={qwen3}", f"--data_dir={tmp_path}/data", f"--out_dir={tmp_path}/out",
+        "--max_iters=1", "--compile=False", *RUN)
+    kept = load_checkpoint(tmp_path / "out")["tokenizer"]
+    assert kept == read_files(qwen3) and "chat_template.jinja" in kept
+    tokenizer = HFTokenizer(read_files(tmp_path / "plain"))
+    full = {"tokenizer": tokenizer.files, "model_args": {"vocab_size": tokenizer.n_vocab}, "path": "full"}
+    check_tokenizer("data", tokenizer, full)
+    full["model_args"]["vocab_size"] -= 1
+    assert f"{tokenizer.n_vocab - 1} ids" in error_line(capsys, check_tokenizer, "data", tokenizer, full)
 
 
 # -----------------------------------------------------------------------------

@@ -69,8 +69,9 @@ def test_decode_chat_spells_out_special_tokens_and_padding(tokenizer):
 
 
 def test_sanitize_keeps_text_and_drops_control_characters():
-    assert sanitize("a\n\té🙂") == "a\n\té🙂"
-    assert sanitize("\x1b[2J\r\x07") == "\ufffd[2J\ufffd\ufffd"
+    text = "a\n\té🙂 Bonjour\u00a0! \u3000 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c"  # wide spaces, joiners
+    assert sanitize(text) == text
+    assert sanitize("\x1b[2J\r\x07\x9b\ud800") == "\ufffd[2J\ufffd\ufffd\ufffd\ufffd"
 
 
 def test_an_unknown_tokenizer_is_refused(capsys):
