@@ -146,7 +146,7 @@ def llama_cpp_fault(config, tokenizer):
     if config.arch == "gpt2" and config.intermediate_size != 4 * config.n_embd:
         return "it does not load a GPT-2 whose MLP is not 4 n_embd wide"
     if config.gelu != "tanh":
-        return "it would compute GPT-2's approximate GELU instead of the exact one, without a warning"
+        return "it would compute GPT-2's approximate GELU instead of the model's activation, without a warning"
     return ""
 
 
