@@ -87,6 +87,8 @@ if __name__ == "__main__":
     nanogpt_script = Path(nanogpt, "train.py").resolve()
     if nanogpt and not nanogpt_script.is_file():
         fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
+    if nanogpt and not all("=" in flag for flag in flags.split()):
+        fail(f"--flags={flags}: with --nanogpt write --name=value; only this form sets nanoGPT's size, too")
     _, _, torch_device = init_process(device)
     small = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--max_seq_len=256"] if torch_device.type == "cpu" else []
     sizes = [*small, *flags.split()]  # the last of two wins
@@ -102,7 +104,7 @@ if __name__ == "__main__":
         common = ["--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1", f"--device={torch_device}",
                   f"--compile={compile}", f"--out_dir={folder}/out"]
         ours = [*common, "--sample_tokens=0", "--warmup_iters=0", "--overwrite=True", f"--data_dir={folder}/data",
-                *sizes]
+                "--init_from=scratch", *sizes]
         if profile:
             profile_steps(ours, steps)
             raise SystemExit(0)

@@ -71,7 +71,7 @@ class Logger:
             print0(f"WARNING: step {iter_num} is skipped: {cause}; {self.skipped} skipped so far")
         if self.skipped_in_a_row == MAX_SKIPPED:
             fail(f"step {iter_num}: {MAX_SKIPPED} steps in a row were skipped, since loss or gradient is not finite; "
-                 f"resume from the last checkpoint with a lower --learning_rate")
+                 f"resume from the last checkpoint with a lower --learning_rate, or start again from ckpt_best.pt")
 
     def train(self, iter_num, **values):
         """Logs the steps since the last call: their mean loss, tokens/s, ..."""

@@ -7,7 +7,7 @@
 [ "$TOKENS" -ge 1179648 ] || { echo "error: TOKENS=$TOKENS: expected an integer of at least 1179648" >&2; exit 2; }
 set -e
 
-[ -e .venv/ready ] || { python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && touch .venv/ready; }
+if [ ! -e .venv/ready ]; then python3 -m venv .venv; .venv/bin/pip install -r requirements.txt; touch .venv/ready; fi
 . .venv/bin/activate
 run="torchrun --standalone --nproc_per_node=$GPUS"
 data=data/speedrun-$TOKENS out=out-speedrun-$TOKENS

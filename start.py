@@ -31,6 +31,9 @@ def load_init_from(config, overrides, stage):
         out_dir.encode()
     auto = init_from == "auto" or init_from.startswith("auto:")
     resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
+    if auto and resuming and config["overwrite"]:
+        fail(f"--overwrite=True: --init_from={init_from} resumes the run in {out_dir}; to replace it, give "
+             f"--init_from=scratch, or the model to start from")
     if not resuming and init_from in ("scratch", "auto"):
         if stage == "chat":
             fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")

@@ -203,7 +203,7 @@ while True:
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
         log.evaluated(iter_num, time.perf_counter() - t0)
-    elif save_interval and iter_num % save_interval == 0:
+    elif save_interval and iter_num % save_interval == 0 and log.last_skipped != iter_num - 1:
         checkpointer.save(iter_num)
     if done:
         break

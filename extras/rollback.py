@@ -2,6 +2,8 @@
 Rolls a run back to its last checkpoint when the loss or the gradient norm spikes, and continues with fresh data
 (--spike_loss=3, --spike_norm=100).
 """
+import math
+
 import torch.distributed as dist
 
 from checkpoint import load_checkpoint
@@ -43,8 +45,8 @@ class SpikeGuard:
 
     def roll_back(self, iter_num, checkpointer, log):
         """
-        Restores the last checkpoint, but not the position in the data. Returns its iter_num. Fails at MAX_ROLLBACKS
-        spikes in a row.
+        Restores the last checkpoint and its averages, but not the position in the data. Returns its iter_num. Fails at
+        MAX_ROLLBACKS spikes in a row.
         """
         self.stats["faults"] += 1
         self.stats["fault_at"] = max(iter_num, self.stats["fault_at"])
@@ -53,6 +55,9 @@ class SpikeGuard:
                  f"with a lower --learning_rate")
         checkpoint = load_checkpoint(checkpointer.out_dir, merge=False)
         restored = checkpointer.restore(checkpoint, skip=("rows_seen", "health"))
+        averages = checkpoint.get("health", {})  # they go back with the weights, whose losses may be far higher
+        self.stats |= {name: averages.get(name, 0) for name in ("loss", "norm", "steps")}
+        log.mean_loss, log.mean_weight, log.lowest_mean = 0.0, 0.0, math.inf
         if dist.is_initialized():
             dist.barrier()  # every rank has read the checkpoint before rank 0 replaces it
         print0(f"WARNING: step {iter_num}: {self.spike}: rolled back to step {restored}; the data moves on")

@@ -41,5 +41,8 @@ def test_bench_refuses_what_it_cannot_time(tmp_path):
                          ("--steps=0", "expected an int of at least 1")):
         line = refused("bench.py", "--compile=False", wrong)
         assert wrong in line and words in line
+    (tmp_path / "train.py").touch()
+    line = refused("bench.py", f"--nanogpt={tmp_path}", "--flags=config/quickstart.py --n_layer=2")
+    assert "--flags=config/quickstart.py --n_layer=2: with --nanogpt write --name=value" in line
     output = run("bench.py", "--compile=False", "--flags=--n_layers=3", env={}, code=2)
     assert "error: --n_layers: no such setting of train_gpt2.py" in output and "Traceback" not in output

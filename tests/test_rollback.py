@@ -63,7 +63,13 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
     if damaged:  # then the one before it
         (tmp_path / "ckpt.pt").write_bytes(b"PK damaged")
     events = []
-    assert guard.roll_back(25, checkpointer, lambda *args, **values: events.append((*args, values))) == step
+
+    def log(*args, **values):
+        events.append((*args, values))
+
+    guard.stats |= {"loss": 1.0, "norm": 1.0, "steps": 80}  # of weights that are gone
+    assert guard.roll_back(25, checkpointer, log) == step
+    assert guard.stats["steps"] == 0 and (log.mean_loss, log.mean_weight) == (0, 0)
     assert {key: entry.value for key, entry in entries.items()} == {"model": step, "optimizer": step, "rows_seen": 25}
     assert events == [(step, {"event": "rollback"})] and guard.metrics()["rollbacks"] == 1
     checkpoint = load(tmp_path)  # a run that is resumed from it continues after the spike

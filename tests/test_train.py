@@ -262,11 +262,16 @@ def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(shards, tmp_path):
 def test_a_run_with_a_broken_weight_names_it_and_exits_after_50_steps(trained, tmp_path):
     checkpoint = load(trained)
     checkpoint["model"]["transformer.h.1.mlp.c_fc.weight"][0, 0] = math.nan
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=100", code=2)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        torch.save(checkpoint, folder / "ckpt.pt")
+    resume = ["train_gpt2.py", "--init_from=resume", "--max_iters=100"]
+    output = run(*resume, f"--out_dir={tmp_path}/a", code=2)
     assert "step 20 is skipped: the output of transformer.h.1.mlp.c_fc is not finite; 1 skipped so far" in output
     assert "(none: the model's logits are not finite" in output
     assert output.count("error: ") == 1 and "error: step 69: 50 steps in a row were skipped" in output
+    run(*resume, f"--out_dir={tmp_path}/b", "--eval_interval=1000", "--save_interval=10", code=2)
+    assert load(tmp_path / "b")["iter_num"] == 20  # nothing was learned since, so nothing is saved over what was
 
 
 def test_why_a_step_is_not_finite(trained):
@@ -316,7 +321,7 @@ def test_mistakes_are_refused_before_a_run_is_overwritten(shards, trained, tmp_p
     out_dir = shutil.copytree(trained, tmp_path / "o")
     args = [*TINY, f"--data_dir={shards}", f"--out_dir={out_dir}"]
     assert f"--out_dir={out_dir}: holds a checkpoint" in refused("train_gpt2.py", *args)
-    for flag in ("--n_head=3", "--warmup_iters=30", "--init_from=resume --seed=1"):
+    for flag in ("--n_head=3", "--warmup_iters=30", "--init_from=resume --seed=1", "--init_from=auto"):
         line = refused("train_gpt2.py", *args, "--overwrite=True", *flag.split())
         assert flag.split("--")[-1] in line, line
     assert load(out_dir)["iter_num"] == 20 and len(read_log(out_dir, "train_loss")) == 20
