@@ -1,7 +1,6 @@
 # The recipe that gets to a loss soonest: llama blocks, Muon, a rate for each kind of parameter that falls to zero over
-# the whole run. docs/benchmarks.md has what each choice gained, in small models. At 800 and 1,000 steps muon_lr
-# 0.03 was ahead of 0.02 and 0.04, or level; at 200 steps 0.045 was ahead on one text and behind on another. Beyond
-# 2,000 nothing was measured.
+# the whole run. docs/benchmarks.md has what each choice gained, in small models. The best head_lr falls with the width,
+# which optim.py does; the best of the other rates stays (docs/lab_notes.md). Beyond 2,000 steps nothing was measured.
 #   python train_gpt2.py config/speedrun.py
 arch = "llama"
 qk_norm = True
@@ -11,7 +10,7 @@ optimizer = "muon"
 muon_lr = 0.03
 learning_rate = 0.01
 embedding_lr = 0.2
-head_lr = 0.005
+head_lr = 0.004
 weight_decay = 0.0
 grad_clip = 0.0
 warmup_iters = 0
