@@ -211,7 +211,7 @@ while True:
             log(iter_num, **hook(iter_num, done))
         log.evaluated(iter_num, time.perf_counter() - t0)
     elif save_interval and iter_num % save_interval == 0 and log.last_skipped != iter_num - 1:
-        checkpointer.save(iter_num)
+        checkpointer.save(iter_num)  # not after skipped steps, which could replace both checkpoints by broken weights
     if done:
         break
 

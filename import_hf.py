@@ -207,9 +207,9 @@ def read_tokenizer(folder, vocab_size):
             raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
         return ours
     tokenizer = HFTokenizer(read_files(folder))
-    ours_or_plain = (folder / "run.json").exists() or not has_template(tokenizer)
-    if ours and ours_or_plain and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
-                                      for i in range(ours.n_vocab)):
+    same_format = not has_template(tokenizer) or (folder / "run.json").exists()  # export_hf.py wrote the template
+    if ours and same_format and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
+                                    for i in range(ours.n_vocab)):
         return ours
     if tokenizer.n_vocab > vocab_size:
         raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model only {vocab_size}")

@@ -125,5 +125,5 @@ def decode_chat(tokenizer, ids):
 
 
 def sanitize(text):
-    """Text from a model or a file without control characters, which upset a terminal, and lone surrogates."""
+    """Text with U+FFFD for control characters, which upset a terminal, and for lone surrogates."""
     return "".join("\ufffd" if category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)

@@ -168,7 +168,7 @@ gradient_hooks, guard, trackers = change_training(orig_model, opt, max_iters, co
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_token], config, "base")
 
 facts = dict(model_args=asdict(orig_model.config), config=config, data=train_data.fingerprint, stage="base",
-             tokenizer=checkpoint["tokenizer"] if checkpoint else tokenizer_entry(tokenizer))  # with its template
+             tokenizer=checkpoint["tokenizer"] if checkpoint else tokenizer_entry(tokenizer))  # keeps a chat template
 checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 if sanity_check:
@@ -204,7 +204,7 @@ while True:
             log(iter_num, **hook(iter_num, done))
         log.evaluated(iter_num, time.perf_counter() - t0)
     elif save_interval and iter_num % save_interval == 0 and log.last_skipped != iter_num - 1:
-        checkpointer.save(iter_num)
+        checkpointer.save(iter_num)  # not after skipped steps, which could replace both checkpoints by broken weights
     if done:
         break
 
