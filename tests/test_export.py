@@ -125,7 +125,8 @@ def test_the_hubs_base_and_data_are_told_from_files(tmp_path, monkeypatch):
     ({}, "bytes", "does not know the tokenizer"),
     ({"arch": "llama", "attention": "mla"}, "gpt2", "without q_lora_rank"),
     ({"arch": "llama", "attention": "mla", "q_lora_rank": 8, "norm_eps": 1e-5}, "gpt2", "one eps for all norms"),
-    ({"intermediate_size": 32}, "gpt2", "not 4 n_embd wide"), ({"gelu": "exact"}, "gpt2", "instead of the model's activation"),
+    ({"intermediate_size": 32}, "gpt2", "not 4 n_embd wide"),
+    ({"gelu": "exact"}, "gpt2", "instead of the model's activation"),
     ({}, "gpt2", ""), ({"attention": "mla"}, "gpt2", ""), ({"arch": "llama", "intermediate_size": 32}, "gpt2", ""),
     ({"arch": "llama", "attention": "mla", "q_lora_rank": 8}, "gpt2", "")])
 def test_the_faults_of_llama_cpp_are_named(fields, tokenizer, words):
