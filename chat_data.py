@@ -41,6 +41,11 @@ def parse_mixture(text):
     return sources
 
 
+def split_hub_name(source):
+    """owner/name/config on the hub -> ["owner/name", "config"]; without a config ["owner/name"]."""
+    return source.rsplit("/", source.count("/") - 1)
+
+
 def read_rows(source):
     """
     Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one
@@ -54,7 +59,7 @@ def read_rows(source):
             rows = json.load(file)
     else:
         import datasets
-        rows = datasets.load_dataset(*source.rsplit("/", source.count("/") - 1), split="train")
+        rows = datasets.load_dataset(*split_hub_name(source), split="train")
     yield from ((f"{source}, row {i}", row) for i, row in enumerate(rows))
 
 
@@ -158,7 +163,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         else:
             with suppress(Exception):
-                digest = huggingface_hub.dataset_info("/".join(source.split("/")[:2]), timeout=10).sha
+                digest = huggingface_hub.dataset_info(split_hub_name(source)[0], timeout=10).sha
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
             source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len, version=VERSION)).data
         rows.validate(full=True)  # without this a damaged file may crash pyarrow

@@ -20,7 +20,7 @@ from configurator import Positive, configure, fail, one_line_errors
 import torch
 import torch.nn.functional as F
 
-from chat_data import parse_mixture
+from chat_data import parse_mixture, split_hub_name
 from checkpoint import check_chat_format, describe_model, load_model
 from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, convert_weights, hub_name,
                        import_transformers)
@@ -156,7 +156,7 @@ def hub_sources(training):
     with suppress(Exception):  # a card without them is better than no export: the shards may be gone
         data = parse_mixture(training["data"]) if "data" in training else [
             json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
-    data = ["/".join(name.split("/")[:2]) for name in data]  # without /config
+    data = [split_hub_name(name)[0] for name in data]  # without /config
     return [[name for name in map(hub_name, names) if name] for names in ([base], data)]
 
 

@@ -41,7 +41,8 @@ class Logger:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.metrics, self.trackers = metrics, trackers
         self.sums, self.seconds, self.val_losses = Counter(), 0.0, []
-        self.mean_loss, self.mean_weight, self.lowest_mean, self.diverged = 0.0, 0.0, math.inf, False
+        self.diverged = False
+        self.forget_losses()
         self.skipped, self.skipped_in_a_row, self.last_skipped = 0, 0, None
         self.recompiles, self.graphs = 0, graphs_compiled()
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
@@ -94,6 +95,10 @@ class Logger:
              targets=sums["targets"], clipped=sums["clipped"] / steps, skipped=self.skipped,
              recompiles=self.recompiles, seconds=self.seconds, flops=self.flops_per_token * self.loader.tokens,
              **values)
+
+    def forget_losses(self):
+        """Starts the mean of check_divergence anew, as after a rollback to weights whose loss was higher."""
+        self.mean_loss, self.mean_weight, self.lowest_mean = 0.0, 0.0, math.inf
 
     def check_divergence(self, iter_num, train_loss, steps):
         """Warns once if the mean of train_loss over about 100 steps has risen far above its lowest value."""

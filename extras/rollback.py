@@ -2,8 +2,6 @@
 Rolls a run back to its last checkpoint when the loss or the gradient norm spikes, and continues with fresh data
 (--spike_loss=3, --spike_norm=100).
 """
-import math
-
 import torch.distributed as dist
 
 from checkpoint import load_checkpoint
@@ -57,7 +55,7 @@ class SpikeGuard:
         restored = checkpointer.restore(checkpoint, skip=("rows_seen", "health"))
         averages = checkpoint.get("health", {})  # they go back with the weights, whose losses may be far higher
         self.stats |= {name: averages.get(name, 0) for name in ("loss", "norm", "steps")}
-        log.mean_loss, log.mean_weight, log.lowest_mean = 0.0, 0.0, math.inf
+        log.forget_losses()
         if dist.is_initialized():
             dist.barrier()  # every rank has read the checkpoint before rank 0 replaces it
         print0(f"WARNING: step {iter_num}: {self.spike}: rolled back to step {restored}; the data moves on")

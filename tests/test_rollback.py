@@ -10,6 +10,7 @@ import torch
 from checkpoint import Checkpointer
 from conftest import TINY, error_line, extra_flags, load, poisoned, read_log, run, same
 from extras.rollback import SpikeGuard
+from log import Logger
 from model import GPTConfig
 
 CONFIG = {"spike_loss": 3.0, "spike_norm": 100.0, "rollback_lr": 0.5}
@@ -40,6 +41,17 @@ class Value:
         self.value = state["value"]
 
 
+class Log:
+    """What a rollback needs of a Logger."""
+    forget_losses = Logger.forget_losses
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, *args, **values):
+        self.events.append((*args, values))
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A guard, the entries that it rolls back, and their Checkpointer, with checkpoints of steps 10 and 20."""
@@ -62,16 +74,12 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
     guard, entries, checkpointer = saved
     if damaged:  # then the one before it
         (tmp_path / "ckpt.pt").write_bytes(b"PK damaged")
-    events = []
-
-    def log(*args, **values):
-        events.append((*args, values))
-
+    log = Log()
     guard.stats |= {"loss": 1.0, "norm": 1.0, "steps": 80}  # of weights that are gone
     assert guard.roll_back(25, checkpointer, log) == step
     assert guard.stats["steps"] == 0 and (log.mean_loss, log.mean_weight) == (0, 0)
     assert {key: entry.value for key, entry in entries.items()} == {"model": step, "optimizer": step, "rows_seen": 25}
-    assert events == [(step, {"event": "rollback"})] and guard.metrics()["rollbacks"] == 1
+    assert log.events == [(step, {"event": "rollback"})] and guard.metrics()["rollbacks"] == 1
     checkpoint = load(tmp_path)  # a run that is resumed from it continues after the spike
     assert (checkpoint["iter_num"], checkpoint["rows_seen"]["value"]) == (step, 25)
     assert checkpoint["health"]["faults"] == 1 and load(tmp_path, "ckpt_prev.pt")["iter_num"] == 10
@@ -84,12 +92,12 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
 def test_the_fifth_spike_in_a_row_stops_the_run(saved, capsys):
     guard, _, checkpointer = saved
     for step in (24, 23, 24, 22):
-        guard.roll_back(step, checkpointer, lambda *_, **__: None)
+        guard.roll_back(step, checkpointer, Log())
         assert not guard.is_spike(24, 3.0, 1.0)  # not past the last spike
     line = error_line(capsys, guard.roll_back, 24, checkpointer, None)
     assert "error: step 24: its loss is a spike, number 5 in a row; resume from" in line
     guard.is_spike(25, 3.0, 1.0)
-    guard.roll_back(27, checkpointer, lambda *_, **__: None)
+    guard.roll_back(27, checkpointer, Log())
 
 
 @pytest.mark.slow
