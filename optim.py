@@ -66,15 +66,10 @@ def check_moments(optimizer):
                                  f"{tuple(p.shape)}: it trained other parameters, or in another order")
 
 
-def set_lr_and_momentum(optimizer, lr, iter_num):
-    """
-    Sets each group's learning rate, lr times its lr_scale, and Muon's momentum, which rises from 0.85 to 0.95 over the
-    first 100 steps, because early gradients are soon out of date.
-    """
+def set_lr(optimizer, lr):
+    """Sets the learning rate of each group to lr times its lr_scale."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-        if "muon_momentum" in group:
-            group["muon_momentum"] = 0.85 + 0.1 * min(1.0, iter_num / 100)
 
 
 def build_schedule(config, max_iters):

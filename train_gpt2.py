@@ -28,7 +28,7 @@ from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
 from machine import peak_flops
 from model import GPT, GPTConfig
-from optim import build_schedule, configure_optimizer, set_lr_and_momentum
+from optim import build_schedule, configure_optimizer, set_lr
 from start import check_out_dir, load_init_from, report_settings
 from tokenizer import tokenizer_entry
 
@@ -223,7 +223,7 @@ while True:
 
     # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
     lr = get_lr(iter_num)
-    set_lr_and_momentum(opt, lr, iter_num)
+    set_lr(opt, lr)
     scaler.unscale_(opt)
     for hook in gradient_hooks:
         hook(iter_num)

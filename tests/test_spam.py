@@ -5,7 +5,7 @@ import torch
 from conftest import (COMPILED, TINY, check_losses_of_a_cpu, error_line, needs_gpu, optimizer_config, poisoned,
                       read_log, run, small_gpt)
 from extras.spam import spam_hook
-from optim import configure_optimizer, set_lr_and_momentum
+from optim import configure_optimizer, set_lr
 
 
 def new_spam(model, interval=500, warmup=None, theta=5000.0):
@@ -30,7 +30,7 @@ def learn(spam):
         torch.manual_seed(step)
         for p in gpt.parameters() if step == 25 else ():
             p.grad += 1e5 * p.grad.abs().mean() * torch.randn_like(p)
-        set_lr_and_momentum(optimizer, 1e-2, step)
+        set_lr(optimizer, 1e-2)
         if spam:
             hook(step)
         optimizer.step()
@@ -86,7 +86,7 @@ def test_moments_are_reset_and_the_rate_warms_up_again():
                          (999, 1), (1000, 0.01)):
         p.grad = torch.full_like(p, 0.5)
         optimizer.step()
-        set_lr_and_momentum(optimizer, 2e-4, step)
+        set_lr(optimizer, 2e-4)
         hook(step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
         state = optimizer.state[p]
@@ -103,7 +103,7 @@ def test_moments_are_reset_and_the_rate_warms_up_again():
 def test_interval_and_warmup_are_settings(settings, factors):
     p, optimizer, hook = with_moments(**settings)
     for step, factor in factors.items():
-        set_lr_and_momentum(optimizer, 2e-4, step)
+        set_lr(optimizer, 2e-4)
         hook(step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
 
