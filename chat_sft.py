@@ -26,8 +26,8 @@ from chat_data import build_datasets
 from checkpoint import Checkpointer, check_chat_format, describe_model
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, validation_loss
-from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
-                         print0, set_gradient_sync, step_seed)
+from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, init_process, local_grad_accum_steps,
+                         make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
@@ -131,6 +131,8 @@ rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)
 scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
+if pack:  # with a mask cuDNN's attention may have NaN gradients (torch 2.13, pytorch/pytorch#196678)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 micro_steps = local_grad_accum_steps(gradient_accumulation_steps, world_size)
 global_batch_size = batch_size * gradient_accumulation_steps  # rows per step
 
@@ -138,6 +140,7 @@ tokenizer = get_tokenizer(checkpoint["tokenizer"])
 check_chat_format(init_from, tokenizer, checkpoint["model_args"]["vocab_size"])
 train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
 loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
+check_ranks_agree({"step": checkpoint["iter_num"] if resuming else None, "data": train_rows.fingerprint})
 print0(description)
 if print_batch:
     for i in loader.indices(0, min(batch_size, len(train_rows))):
@@ -228,7 +231,6 @@ while True:
             loss = model(**batch)  # summed over the targets of the micro-batch
         loss_sum += loss.detach()
         scaler.scale(loss * (world_size / n_targets)).backward()  # DDP averages over the ranks
-    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers; waits for the device
 
     # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
     lr = get_lr(iter_num)
@@ -236,7 +238,8 @@ while True:
     scaler.unscale_(opt)
     for hook in gradient_hooks:
         hook(iter_num)
-    grad_norm = clip_grad_norm(orig_model, grad_clip)
+    grad_norm = clip_grad_norm(orig_model, grad_clip)  # waits for the device
+    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))

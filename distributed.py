@@ -2,6 +2,7 @@
 import math
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ def init_process(device):
         start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
         store = dist.PrefixStore(f"start {start}", next(dist.rendezvous("env://"))[0])
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
+                                timeout=timedelta(hours=1),  # rank 0 may write a large checkpoint to a slow disk
                                 device_id=device if cuda else None)
     return rank(), world_size, device
 
@@ -74,6 +76,17 @@ def excepthook(kind, error, tb):
 
 
 sys.excepthook = excepthook  # at import: loading a checkpoint, before init_process, may take long and fail, too
+
+
+def check_ranks_agree(start):
+    """Exits with an error unless `start`, a plain value, is the same on all ranks; machines may not share a disk."""
+    if dist.is_initialized():
+        starts = [None] * dist.get_world_size()
+        dist.all_gather_object(starts, start)
+        if starts != len(starts) * [start]:
+            other = next(i for i, value in enumerate(starts) if value != starts[0])
+            fail(f"the ranks do not start alike: rank 0 with {starts[0]}, rank {other} with {starts[other]}; all "
+                 f"machines must read the same --out_dir and the same data")
 
 
 def local_grad_accum_steps(gradient_accumulation_steps, world_size):
@@ -118,10 +131,11 @@ def is_sharded(model):
 
 
 def set_gradient_sync(model, sync):
-    """Whether the next backward averages gradients over the ranks: only the last one of a step needs to."""
-    if is_sharded(model):
-        model.set_requires_gradient_sync(sync)
-    elif dist.is_initialized():
+    """
+    Whether the next backward averages gradients over the ranks: only the last one of a step needs to. A sharded model
+    does it in each, or every rank would keep the whole gradient until then.
+    """
+    if dist.is_initialized() and not is_sharded(model):
         model.require_backward_grad_sync = sync
 
 

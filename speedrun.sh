@@ -13,7 +13,7 @@ run="torchrun --standalone --nproc_per_node=$GPUS"
 data=data/speedrun-$TOKENS out=out-speedrun-$TOKENS
 
 python prepare_data.py --data_dir=$data --max_tokens=$TOKENS $PREPARE
-$run train_gpt2.py config/speedrun.py --init_from=auto --data_dir=$data --out_dir=$out --max_iters=$((TOKENS / 131072)) $TRAIN
+$run train_gpt2.py config/speedrun.py --init_from=auto --data_dir=$data --out_dir=$out --max_iters=$((TOKENS / 131072)) --eval_interval=2000 $TRAIN
 $run chat_sft.py --init_from=auto:$out/ckpt.pt --out_dir=$out-chat $CHAT
 $run evaluate.py --checkpoint=$out-chat $EVALUATE
 python sample.py --checkpoint=$out-chat --chat=True --prompt='Why is the sky blue?'

@@ -21,8 +21,8 @@ import torch
 from checkpoint import Checkpointer, check_tokenizer
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, TokenDataset, validation_loss
-from distributed import (all_reduce, clip_grad_norm, init_process, local_grad_accum_steps, make_autocast, pick_dtype,
-                         print0, set_gradient_sync, step_seed)
+from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, init_process, local_grad_accum_steps,
+                         make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
@@ -134,6 +134,7 @@ get_lr = build_schedule(config, max_iters)
 train_data, val_data = (TokenDataset(data_dir, split, max_seq_len) for split in ("train", "val"))
 tokenizer = train_data.tokenizer
 loader = BatchLoader(train_data, batch_size, seed, rank, world_size, torch_device)
+check_ranks_agree({"step": checkpoint["iter_num"] if resuming else None, "data": train_data.fingerprint})
 
 torch.manual_seed(seed)  # the same weights on every rank
 if checkpoint:
@@ -219,7 +220,6 @@ while True:
             loss = model(**batch)  # summed over the micro-batch
         loss_sum += loss.detach()
         scaler.scale(loss * (world_size / tokens_per_step)).backward()  # DDP averages over the ranks
-    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers; waits for the device
 
     # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
     lr = get_lr(iter_num)
@@ -227,7 +227,8 @@ while True:
     scaler.unscale_(opt)
     for hook in gradient_hooks:
         hook(iter_num)
-    grad_norm = clip_grad_norm(orig_model, grad_clip)
+    grad_norm = clip_grad_norm(orig_model, grad_clip)  # waits for the device
+    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))

@@ -382,6 +382,15 @@ def test_a_token_outside_the_vocabulary_is_refused_on_any_rank(tmp_path):
     assert "holds the token 60000" in output and "ends at 383" in output
 
 
+def test_ranks_that_find_different_checkpoints_are_refused(shards, trained, tmp_path):
+    """As on two machines that each have a folder of that name on a disk of their own."""
+    shutil.copytree(trained, tmp_path / "0" / "out")
+    (tmp_path / "1").mkdir()
+    program = patched(tmp_path, "train_gpt2.py", f"import os\nos.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])")
+    output = run(program, *TINY, f"--data_dir={shards}", "--out_dir=out", "--init_from=auto", ranks=2, code=2)
+    assert "rank 0 with {'step': 20" in output and "rank 1 with {'step': None" in output
+
+
 def test_ranks_that_do_not_divide_the_micro_batches_are_refused(capsys):
     line = error_line(capsys, local_grad_accum_steps, 3, 2)
     assert "--gradient_accumulation_steps=3: expected a multiple of 2, the number of ranks" in line
