@@ -98,16 +98,19 @@ def tokenizer_to_hf(tokenizer):
 
 def write_tokenizer(tokenizer, chat, max_seq_len, folder):
     """Writes a tokenizer to a Hugging Face folder: its own files, or new ones with our chat format."""
+    eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len,
+                "clean_up_tokenization_spaces": False, "bos_token": eot, "eos_token": eot, "pad_token": eot,
+                # transformers 4 would add token_type_ids, which its GPT-2 embeds, too
+                "model_input_names": ["input_ids", "attention_mask"]}
     if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
-        for name, text in tokenizer.files.items():
+        for name, text in {"tokenizer_config.json": json.dumps(settings), **tokenizer.files}.items():
             (folder / name).write_text(text, encoding="utf-8")
         return
-    eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
+    if chat:
+        settings |= {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
     tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len,
-        "clean_up_tokenization_spaces": False, "bos_token": eot, "pad_token": eot,
-        "eos_token": "<|end|>" if chat else eot, "chat_template": CHAT_TEMPLATE if chat else None}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 # render_chat in jinja; TRL's assistant_only_loss trains on what is inside generation

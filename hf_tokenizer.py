@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers  # transformers requires it
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def read_files(folder):
@@ -60,7 +60,9 @@ class HFTokenizer:
         if not separators:
             raise ValueError("it has no special token <|endoftext|>, bos_token or eos_token; train it with "
                              "special_tokens=['<|endoftext|>']")
-        self.eot_token, self.stop_ids = separators[0], {separators[0], separators[-1]}
+        ends = json.loads(files.get("generation_config.json", "{}")).get("eos_token_id") or []  # Llama 3.1 has three
+        ends = {*(ends if isinstance(ends, list) else [ends]), separators[0], separators[-1]}
+        self.eot_token, self.stop_ids = separators[0], ends & {*vocabulary.values()}
         self.special_token = re.compile("|".join(map(re.escape, special)))
         # whether the chat tokens would get the ids after its own
         self.can_grow = len(vocabulary) == self.n_vocab and "<|user|>" not in vocabulary
@@ -68,6 +70,8 @@ class HFTokenizer:
         text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(special)
         ids = self.encode_ordinary(text)
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
+        if not self.byte_level:  # SentencePiece's space, which Code Llama's special tokens spell
+            text, decoded = text.replace("\u2581", " "), decoded.replace("\u2581", " ")
         if decoded != text or self.special.keys() & set(ids) or getattr(self.bpe.model, "dropout", None):
             raise ValueError("its ids do not reliably decode to the text that they encode, or they spell special "
                              "tokens")
@@ -116,15 +120,19 @@ class HFTokenizer:
         """The id that ends an answer in the template. Raises ValueError if there is none."""
         talk = [{"role": role, "content": f"the {turn} message of the {role}"}
                 for turn in ("first", "second") for role in ("user", "assistant")]
-        *_, last = (i for i, learned in zip(*self.render_chat(talk)) if learned)
-        return last
+        text = self.apply_template(talk)
+        end = self.special_token.search(text, text.rindex(talk[-1]["content"]))
+        if not end:
+            raise ValueError("the model's chat template does not end an answer with a special token")
+        return self.bpe.token_to_id(end[0])
 
     def render_chat(self, messages, prompt=False):
         """
         tokenizer.render_chat with the model's template. Its ids are those of transformers, unless a message spells a
-        special token, which is text here. The loss covers what follows the generation prompt, up to and including the
-        special end token. Raises ValueError if the template refuses the messages, or changes anything but their
-        thinking and surrounding white space.
+        special token, which is text here. The loss covers each answer that the template begins like its generation
+        prompt (a thinking model of Qwen3 begins only the last one so), from there up to and including the special end
+        token. Raises ValueError if the template refuses the messages, or changes anything but their thinking and
+        surrounding white space.
         """
         # the same without the special tokens that messages spell, so that those of the template can be found
         hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
@@ -132,12 +140,11 @@ class HFTokenizer:
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
         place, answers, end_tokens = 0, [], set()
         for i, message in enumerate(hidden):
-            is_answer = message["role"] == "assistant"
+            is_answer = message["role"] == "assistant" and not prompt
             if is_answer:
                 before = self.apply_template(hidden[:i], prompt=True)
-                if not outline.startswith(before):
-                    raise ValueError("the model's chat template begins answers unlike its generation prompt")
-                place = len(before)
+                is_answer = outline.startswith(before)
+                place = len(before) if is_answer else place
             content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
             place = outline.find(content, place) + len(content)
             if place < len(content):
@@ -147,6 +154,8 @@ class HFTokenizer:
                 end_tokens.add(end and end[0])
                 place = end.end() if end else len(text)
                 answers.append((len(before), place))
+        if not answers and not prompt:
+            raise ValueError("the model's chat template begins answers unlike its generation prompt")
         if len(end_tokens) > 1 or None in end_tokens:
             raise ValueError("the model's chat template does not end every answer with the same special token")
         ids, offsets = self.encode_template(text, outline)

@@ -69,6 +69,9 @@ def config_from_hf(hf_config):
     kind = fields["model_type"]
     if kind not in HF_FIELDS:
         raise ValueError(f"its config.json has model_type={kind!r}, expected one of {', '.join(HF_FIELDS)}")
+    if fields.get("quantization_config"):
+        raise ValueError(f"its weights are quantized ({fields['quantization_config'].get('quant_method')}), expected "
+                         f"those of the original model")
     config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
                        qk_norm=kind == "qwen3",
                        gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
@@ -178,6 +181,8 @@ def load_hf(path):
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
             except errors.LocalEntryNotFoundError:
                 raise ValueError(f"no such folder, no connection to the hub, and no earlier download of {name}")
+        if (folder / "adapter_config.json").exists():
+            raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
         hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config, run = config_from_hf(hf_config), folder / "run.json"
         tokenizer = read_tokenizer(folder, config.vocab_size)
@@ -206,7 +211,13 @@ def read_tokenizer(folder, vocab_size):
         if vocabulary.exists() and json.loads(vocabulary.read_bytes()).get("\u0120the") != 262:  # " the" in GPT-2's
             raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
         return ours
-    tokenizer = HFTokenizer(read_files(folder))
+    files = read_files(folder)
+    content = json.loads(files["tokenizer.json"])
+    added = content.get("added_tokens", [])
+    used = [token for token in added if token["id"] < vocab_size or not token["special"]]
+    if used != added:  # a padding token, say, that was added without a row of the embedding
+        files["tokenizer.json"] = json.dumps({**content, "added_tokens": used}, ensure_ascii=False)
+    tokenizer = HFTokenizer(files)
     same_format = not has_template(tokenizer) or (folder / "run.json").exists()  # export_hf.py wrote the template
     if ours and same_format and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
                                     for i in range(ours.n_vocab)):

@@ -212,6 +212,8 @@ def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
     assert "apply_chat_template" not in card and 'tokenizer("<|endoftext|>Once upon a time", add_special' in card
     theirs, generation = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoTokenizer, GenerationConfig))
     assert theirs.eos_token_id == generation.eos_token_id == 256 and theirs.chat_template is None
+    config = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert config["model_input_names"] == ["input_ids", "attention_mask"]  # transformers 4: no token_type_ids
     assert generation.suppress_tokens == list(range(257, 384))
     assert load_checkpoint(tmp_path / "hf")["stage"] == "base"
 
