@@ -85,6 +85,11 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch, capsys):
     assert all(load_checkpoint(name)["path"] == name for name in names)
     assert asked == [f"openai-community/{name}" for name in names]
     load_refused("gpt2-xl", capsys, "no connection to the hub.*openai-community/gpt2-xl.*a Hugging Face folder")
+    (tmp_path / "hub/model.safetensors").unlink()
+    asked.clear()  # the network is back
+    load_refused("gpt2", capsys, "openai-community/gpt2 has no safetensors on the hub")
+    (tmp_path / "hub/adapter_config.json").touch()
+    load_refused(tmp_path / "hub", capsys, "it holds PEFT's adapters; merge them")
 
 
 @pytest.mark.parametrize("rope", [
