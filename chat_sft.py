@@ -140,12 +140,12 @@ tokenizer = get_tokenizer(checkpoint["tokenizer"])
 check_chat_format(init_from, tokenizer, checkpoint["model_args"]["vocab_size"])
 train_rows, val_rows, description = build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
 loader = BatchLoader(train_rows, batch_size, seed, rank, world_size, torch_device)
-check_ranks_agree({"step": checkpoint["iter_num"] if resuming else None, "data": train_rows.fingerprint})
 print0(description)
 if print_batch:
     for i in loader.indices(0, min(batch_size, len(train_rows))):
         print0(f"----- row {i}, [trained on]\n{train_rows.format_row(i)}")
     raise SystemExit(0)
+check_ranks_agree({"step": checkpoint["iter_num"] if resuming else None, "data": train_rows.fingerprint})
 
 before = checkpoint["config"] if resuming else config
 if max_iters is None and global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:

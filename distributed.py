@@ -133,7 +133,7 @@ def is_sharded(model):
 def set_gradient_sync(model, sync):
     """
     Whether the next backward averages gradients over the ranks: only the last one of a step needs to. A sharded model
-    does it in each, or every rank would keep the whole gradient until then.
+    averages in each backward; otherwise every rank would keep the whole gradient until then.
     """
     if dist.is_initialized() and not is_sharded(model):
         model.require_backward_grad_sync = sync

@@ -104,6 +104,8 @@ def write_tokenizer(tokenizer, chat, max_seq_len, folder):
                 # transformers 4 would add token_type_ids, which its GPT-2 embeds, too
                 "model_input_names": ["input_ids", "attention_mask"]}
     if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
+        if has_template(tokenizer):  # which may write bos_token if there is one
+            settings = {key: value for key, value in settings.items() if not key.endswith("_token")}
         for name, text in {"tokenizer_config.json": json.dumps(settings), **tokenizer.files}.items():
             (folder / name).write_text(text, encoding="utf-8")
         return

@@ -60,7 +60,7 @@ class HFTokenizer:
         if not separators:
             raise ValueError("it has no special token <|endoftext|>, bos_token or eos_token; train it with "
                              "special_tokens=['<|endoftext|>']")
-        ends = json.loads(files.get("generation_config.json", "{}")).get("eos_token_id") or []  # Llama 3.1 has three
+        ends = json.loads(files.get("generation_config.json", "{}")).get("eos_token_id")  # Llama 3.1 has three
         ends = {*(ends if isinstance(ends, list) else [ends]), separators[0], separators[-1]}
         self.eot_token, self.stop_ids = separators[0], ends & {*vocabulary.values()}
         self.special_token = re.compile("|".join(map(re.escape, special)))
@@ -121,9 +121,10 @@ class HFTokenizer:
         talk = [{"role": role, "content": f"the {turn} message of the {role}"}
                 for turn in ("first", "second") for role in ("user", "assistant")]
         text = self.apply_template(talk)
-        end = self.special_token.search(text, text.rindex(talk[-1]["content"]))
-        if not end:
-            raise ValueError("the model's chat template does not end an answer with a special token")
+        place = text.rfind(talk[-1]["content"])
+        end = self.special_token.search(text, max(place, 0))
+        if place < 0 or not end:
+            raise ValueError("the model's chat template rewrites an answer, or does not end it with a special token")
         return self.bpe.token_to_id(end[0])
 
     def render_chat(self, messages, prompt=False):
@@ -144,6 +145,8 @@ class HFTokenizer:
             if is_answer:
                 before = self.apply_template(hidden[:i], prompt=True)
                 is_answer = outline.startswith(before)
+                if is_answer and before.rstrip().endswith("<think>") and "</think>" not in message["content"]:
+                    raise ValueError("the model's chat template prompts for thoughts, and the answer has none")
                 place = len(before) if is_answer else place
             content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
             place = outline.find(content, place) + len(content)

@@ -181,10 +181,11 @@ def load_hf(path):
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
             except errors.LocalEntryNotFoundError:
                 raise ValueError(f"no such folder, no connection to the hub, and no earlier download of {name}")
-        if (folder / "adapter_config.json").exists():
-            raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
-        if name and not any(folder.glob("model*.safetensors")):
-            raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
+        if not any(folder.glob("model*.safetensors")):
+            if (folder / "adapter_config.json").exists():
+                raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
+            if name:
+                raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
         hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config, run = config_from_hf(hf_config), folder / "run.json"
         tokenizer = read_tokenizer(folder, config.vocab_size)

@@ -102,7 +102,7 @@ chosen, attend = [], F.scaled_dot_product_attention
 
 
 def attend_and_record(*inputs, **settings):
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(settings.get("attn_mask") is None)  # as chat_sft.py has it
     chosen.append(torch.nn.attention.SDPBackend(torch._fused_sdp_choice(*inputs, **settings)).name)
     torch.backends.cuda.enable_cudnn_sdp(False)
     return attend(*inputs, **settings)
