@@ -120,7 +120,7 @@ def check_chat_format(path, tokenizer, vocab_size):
     """Exit with an error if the model at `path` has neither a chat template nor room for the chat tokens."""
     with one_line_errors(path):
         if has_template(tokenizer):
-            chat_tokens(tokenizer)  # raises ValueError if a model cannot learn the template
+            chat_tokens(tokenizer)  # raises ValueError if no special token ends the template's answers
         elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
             raise ValueError("its tokenizer has no chat template, and its vocabulary no room for chat tokens; take "
                              "the model's chat version, or put its chat_template.jinja into the folder")

@@ -98,21 +98,21 @@ def tokenizer_to_hf(tokenizer):
 
 def write_tokenizer(tokenizer, chat, max_seq_len, folder):
     """Writes a tokenizer to a Hugging Face folder: its own files, or new ones with our chat format."""
-    eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len,
-                "clean_up_tokenization_spaces": False, "bos_token": eot, "eos_token": eot, "pad_token": eot,
+                "clean_up_tokenization_spaces": False,
                 # transformers 4 would add token_type_ids, which its GPT-2 embeds, too
                 "model_input_names": ["input_ids", "attention_mask"]}
+    if not has_template(tokenizer):  # a template may write bos_token if there is one
+        eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
+        settings |= {"bos_token": eot, "eos_token": eot, "pad_token": eot}
     if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
-        if has_template(tokenizer):  # which may write bos_token if there is one
-            settings = {key: value for key, value in settings.items() if not key.endswith("_token")}
-        for name, text in {"tokenizer_config.json": json.dumps(settings), **tokenizer.files}.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        return
-    if chat:
-        settings |= {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    tokenizer_to_hf(tokenizer).save(f"{folder}/tokenizer.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        files = tokenizer.files
+    else:
+        files = {"tokenizer.json": tokenizer_to_hf(tokenizer).to_str(pretty=True)}
+        if chat:
+            settings |= {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    for name, text in {"tokenizer_config.json": json.dumps(settings), **files}.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 # render_chat in jinja; TRL's assistant_only_loss trains on what is inside generation

@@ -141,13 +141,12 @@ class HFTokenizer:
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
         place, answers, end_tokens = 0, [], set()
         for i, message in enumerate(hidden):
-            is_answer = message["role"] == "assistant" and not prompt
+            is_answer = (message["role"] == "assistant" and not prompt
+                         and outline.startswith(before := self.apply_template(hidden[:i], prompt=True)))
             if is_answer:
-                before = self.apply_template(hidden[:i], prompt=True)
-                is_answer = outline.startswith(before)
-                if is_answer and before.rstrip().endswith("<think>") and "</think>" not in message["content"]:
+                if before.rstrip().endswith("<think>") and "</think>" not in message["content"]:
                     raise ValueError("the model's chat template prompts for thoughts, and the answer has none")
-                place = len(before) if is_answer else place
+                place = len(before)
             content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
             place = outline.find(content, place) + len(content)
             if place < len(content):

@@ -214,17 +214,16 @@ def read_tokenizer(folder, vocab_size):
         if vocabulary.exists() and json.loads(vocabulary.read_bytes()).get("\u0120the") != 262:  # " the" in GPT-2's
             raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
         return ours
-    files = read_files(folder)
-    content = json.loads(files["tokenizer.json"])
-    added = content.get("added_tokens", [])
-    used = [token for token in added if token["id"] < vocab_size or not token["special"]]
-    if used != added:  # a padding token, say, that was added without a row of the embedding
-        files["tokenizer.json"] = json.dumps({**content, "added_tokens": used}, ensure_ascii=False)
-    tokenizer = HFTokenizer(files)
+    tokenizer = HFTokenizer(read_files(folder))
     same_format = not has_template(tokenizer) or (folder / "run.json").exists()  # export_hf.py wrote the template
     if ours and same_format and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
                                     for i in range(ours.n_vocab)):
         return ours
+    if tokenizer.n_vocab > vocab_size:  # with a padding token, say, that was added without a row of the embedding
+        content = json.loads(tokenizer.files["tokenizer.json"])
+        content["added_tokens"] = [token for token in content["added_tokens"]
+                                   if token["id"] < vocab_size or not token["special"]]
+        tokenizer = HFTokenizer({**tokenizer.files, "tokenizer.json": json.dumps(content, ensure_ascii=False)})
     if tokenizer.n_vocab > vocab_size:
         raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model only {vocab_size}")
     return tokenizer

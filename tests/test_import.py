@@ -132,6 +132,7 @@ LOGITS = "computes other logits"
     ("gpt2", {"n_layer": 2}, "unexpected_keys.*transformer.h.2"),
     ("gpt2", {"n_positions": 64, "n_ctx": 64}, "mismatched_keys.*transformer.wpe.weight"),
     ("gpt2", {"n_embd": None}, ""),
+    ("gpt2", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes"),
     ("gpt2", {"quantization_config": {"quant_method": "gptq"}}, r"quantized \(gptq\)"),
     *(("llama", {"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e4, "factor": 8.0, name: value}}, f"{name}={value}")
       for name, value in (("low_freq_factor", 2.0), ("high_freq_factor", 8.0),
@@ -176,7 +177,8 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path, capsys):
     tokenizer.write_text("{")
     load_refused(tmp_path, capsys, "Expecting")
     tokenizer_to_hf(get_tokenizer("bytes")).save(str(tokenizer))  # not GPT-2's, so the model's own
-    assert load_checkpoint(tmp_path)["tokenizer"]["tokenizer.json"] == tokenizer.read_text()
+    assert load_checkpoint(tmp_path)["tokenizer"] == {
+        path.name: path.read_text() for path in (tokenizer, tmp_path / "generation_config.json")}
     tokenizer.unlink()
     weights.write_bytes(weights.read_bytes()[:100_000])
     load_refused(tmp_path, capsys, "Safetensor")
