@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 import prepare_data
 import python_text
 from prepare_data import find_source, read_batches, tokenize, tokenize_batches
-from shards import read_headerless, read_meta, read_shard
+from shards import read_meta, read_shard
 from tokenizer import get_tokenizer
 
 SCRIPT = prepare_data.__file__
@@ -435,17 +435,6 @@ def test_two_runs_do_not_write_to_one_folder(sources):
     with FileLock(sources / "undisturbed/lock"):
         line = refusal(sources, *PARQUET, "--data_dir=undisturbed")
     assert "--data_dir=undisturbed" in line and "if another run is writing to it, wait for its end" in line
-
-
-def test_nanogpts_files_are_read_without_a_header(tmp_path, capsys):
-    path, tokens = tmp_path / "train.bin", np.arange(300, dtype="<u2")
-    tokens.tofile(path)
-    assert np.array_equal(read_headerless(path), tokens) and read_headerless(path).dtype == tokens.dtype
-    for damaged in (b"", b"abcde"):
-        path.write_bytes(damaged)
-        with pytest.raises(SystemExit):
-            read_headerless(path)
-        assert capsys.readouterr().err.startswith(f"error: {path}: ")
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -305,15 +305,6 @@ def test_wsd_and_another_runs_weights(shards, trained, tmp_path):
     assert [log["lr", i] for i in (1, 5, 6, 7, 10)] == pytest.approx([1e-3, 1e-3, 1e-3, 8e-4, 2e-4])
 
 
-def test_nanogpts_data_trains_as_it_is(gpt2_vocabulary, tmp_path):
-    for split, n in (("train", 5000), ("val", 1000)):
-        np.arange(n, dtype="<u2").tofile(tmp_path / f"{split}.bin")
-    output = run("train_gpt2.py", *TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path}", "--max_iters=3")
-    assert " 5,000 tokens" in output and " 1,000 tokens for validation" in output
-    assert (load(tmp_path)["tokenizer"], load(tmp_path)["model_args"]["vocab_size"]) == ("gpt2", 50304)
-    assert read_log(tmp_path, "train_loss")["train_loss", 1] == pytest.approx(math.log(50304), rel=0.02)
-
-
 # -----------------------------------------------------------------------------
 # mistakes, each refused in one line
 
