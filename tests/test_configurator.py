@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from configurator import HINTS, configure, fail, one_line_errors
-from conftest import ROOT, error_line
+from conftest import ROOT, error_line, one_line_or_works
 
 SCRIPT = '''
 """A script with a setting of each type."""
@@ -220,6 +221,16 @@ def test_an_error_in_a_file_is_named(script, capsys):
                           ("raise ValueError('two\\nlines')", "two lines")):
         Path("a.py").write_text(source)
         assert f"a.py: {words}" in refusal(script, capsys, "a.py", "--steps=5")
+
+
+ARGUMENT = st.text(max_size=12) | st.sampled_from(["--steps=3", "--mode=fast"]) | st.builds(
+    "--{}={}".format, st.sampled_from([*DEFAULTS, "rte"]), st.text(max_size=8))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(argv=st.lists(ARGUMENT, max_size=3).filter(lambda argv: "-h" not in argv))
+def test_odd_command_lines_work_or_end_in_one_line(script, capsys, argv):
+    one_line_or_works(capsys, lambda: configure(vars(script), argv))
 
 
 def test_of_many_ranks_only_the_first_of_a_machine_prints_unless_it_may_be_the_only_one_to_fail(monkeypatch, capsys):

@@ -1,5 +1,4 @@
 """What a run survives: signals, kills, lost ranks, damaged files."""
-import importlib.util
 import io
 import json
 import os
@@ -17,7 +16,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from chat_data import load_conversations
 from checkpoint import has_checkpoint, load_checkpoint
-from configurator import configure
 from conftest import (ROOT, SFT, TINY, Program, chats, check_resumed, check_same_run, damage, load, one_line_or_works,
                       patched, read_log, run)
 from dataloader import TokenDataset
@@ -311,7 +309,8 @@ def test_torchrun_restarts_ranks_where_they_were_and_saves_on_all_together(shard
 
 
 # -----------------------------------------------------------------------------
-# damaged files: whatever the damage, the program works or ends in one line. (Checkpoints: test_checkpoint.py)
+# damaged files: whatever the damage, the program works or ends in one line. (Checkpoints: test_checkpoint.py; command
+# lines: test_configurator.py)
 
 random_damage = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -331,24 +330,3 @@ def test_damaged_conversations(tmp_path, capsys, data):
     path, tokenizer = chats(tmp_path / "chats.jsonl", 3), get_tokenizer("bytes")
     path.write_bytes(damage(data, path.read_bytes().replace(b"q1", "h\u00e9".encode())))
     one_line_or_works(capsys, lambda: list(load_conversations(str(path), tokenizer, 64, str(tmp_path / "rows"), {})))
-
-
-@random_damage
-@given(st.data())
-def test_odd_command_lines(tmp_path, capsys, monkeypatch, data):
-    (tmp_path / "script.py").write_text("""from typing import Literal
-rate: float = 1.0  # a
-name: str = 'x'  # b
-kind: Literal['a', 'b'] = 'a'  # c
-n: int | None = None  # d
-flag: bool = True  # e
-""")
-    spec = importlib.util.spec_from_file_location("odd_script", tmp_path / "script.py")
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "odd_script", script)
-    spec.loader.exec_module(script)
-    names = st.sampled_from(["rate", "name", "kind", "n", "flag", "rte"])
-    argument = st.one_of(st.text(max_size=12), st.sampled_from(["--n=3", "--kind=b"]),
-                         st.builds("--{}={}".format, names, st.text(max_size=8)))
-    argv = [arg for arg in data.draw(st.lists(argument, max_size=3)) if arg != "-h" and not os.path.exists(arg)]
-    one_line_or_works(capsys, lambda: configure(vars(script), argv=argv))
