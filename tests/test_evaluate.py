@@ -403,31 +403,22 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     assert f"--data_dir={shards}: has gpt2 tokens" in error and f"{checkpoint} has bytes tokens" in error
 
 
-@pytest.mark.parametrize("task, line, expected", [
+@pytest.mark.parametrize("task, row, expected", [
     ("arc_easy", '{"question": "q"', "JSONDecodeError"),
-    ("arc_easy", b'{"question": "\xff"}', "UnicodeDecodeError"),
-    ("arc_easy", '["q"]', "TypeError"),
-    ("arc_easy", json.dumps({"question": "q", "choices": {"text": ["a"]}, "answerKey": "A"}), "KeyError: 'label'"),
-    ("arc_easy", json.dumps({**arc("q", ["a", "b"], 0), "answerKey": "E"}), "'E' is not in list"),
-    ("arc_easy", json.dumps(arc(7, ["a", "b"], 0)), "TypeError"),
-    ("mmlu", json.dumps(mmlu("q", ["a", "b"], 2)), "its answer is none of them"),
-    ("mmlu", json.dumps(mmlu("q", ["a", 1], 0)), "TypeError"),
-    ("mmlu", json.dumps(mmlu("q", "['a', 'b']", 0)), "choices are not a list"),
-    ("hellaswag", json.dumps({"ctx": "q", "endings": ["a", "b"], "label": ""}), "invalid literal for int"),
-    ("hellaswag", json.dumps({"ctx": "q", "label": "0"}), "KeyError: 'endings'"),
-    ("gsm8k", json.dumps({"question": "q", "answer": "seven"}), "its answer is none of them, or no number"),
-    ("gsm8k", json.dumps({"question": None, "answer": "#### 7"}), "TypeError"),
-    ("chess", json.dumps({"question": "1. e4 e5?", "answer": "2. Nf3"}), "its answer does not end with a number"),
-    ("chess", json.dumps({"question": "1 + 1?", "answer": "2 or 3 ..."}), "its answer does not end with a number"),
-    ("chess", json.dumps({"question": "1 + 1?", "answer": ""}), "IndexError"),
-    ("chess", json.dumps(mmlu("q", ["a", "b"], 1)), "some rows have choices and some have none")])
-def test_a_bad_line_is_named(tmp_path, capsys, task, line, expected):
-    good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1), "gsm8k": gsm8k("q", 1),
-            "chess": {"question": "1 + 1?", "answer": "that is $2."},
-            "hellaswag": {"ctx": "q", "endings": ["a", "b"], "label": "1"}}[task]
+    ("arc_easy", {**arc("q", ["a", "b"], 0), "answerKey": "E"}, "'E' is not in list"),
+    ("arc_easy", arc(7, ["a", "b"], 0), "TypeError"),
+    ("mmlu", mmlu("q", ["a", "b"], 2), "its answer is none of them"),
+    ("mmlu", mmlu("q", ["a", 1], 0), "TypeError"),
+    ("mmlu", mmlu("q", "['a', 'b']", 0), "choices are not a list"),
+    ("gsm8k", {"question": "q", "answer": "seven"}, "its answer is none of them, or no number"),
+    ("chess", {"question": "1. e4 e5?", "answer": "2. Nf3"}, "its answer does not end with a number"),
+    ("chess", {"question": "1 + 1?", "answer": "2 or 3 ..."}, "its answer does not end with a number"),
+    ("chess", mmlu("q", ["a", "b"], 1), "some rows have choices and some have none")])
+def test_a_bad_line_is_named(tmp_path, capsys, task, row, expected):
+    good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1)}.get(task, gsm8k("q", 1))
     write_task(tmp_path, task, [good])
-    with open(tmp_path / task / "test.jsonl", "ab") as f:  # empty lines at the end are none
-        f.write((line.encode() if isinstance(line, str) else line) + b"\n\n")
+    with open(tmp_path / task / "test.jsonl", "a") as f:
+        f.write((row if isinstance(row, str) else json.dumps(row)) + "\n\n")  # empty lines at the end are none
     for stage in ("base", "chat"):
         assert len(load_examples(task, BYTES, stage, tmp_path, max_examples=1)) == 1
         message = error_line(capsys, load_examples, task, BYTES, stage, tmp_path)
