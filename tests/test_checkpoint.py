@@ -216,25 +216,20 @@ def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp
 
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
 CRAFTED = {  # what is changed -> what it is changed to; GONE: taken out
-    "model": [[], {}, "x", None, 3, {1: torch.zeros(1)}, torch.zeros(3), GONE],
-    f"model/{WEIGHT}": ["x", 3, None, [], {}, torch.zeros(1), torch.zeros(()), torch.ones(32, 8).to_sparse(), GONE],
-    "model/more": [torch.zeros(1), 1], "config": [[], "x", None, 3, GONE],
-    "model_args": [[], {}, "x", None, 3, GONE], "model_args/more": [1],
-    "model_args/n_layer": ["1", 1.0, 0, -1, 2, None, True], "model_args/n_head": ["1", 1.0, 0, -1, 3, None],
-    "model_args/n_embd": ["8", 8.0, 0, -8, 16, None], "model_args/vocab_size": ["384", 384.0, 0, -1, 256, None],
-    "model_args/max_seq_len": ["8", 8.0, 0, -8, 4, None], "model_args/intermediate_size": ["x", 0, -1],
-    "model_args/arch": ["x", 3, None, ["gpt2"], "llama"], "model_args/attention": ["x", None, "mla"],
-    "model_args/dropout": ["0.1", None, True, 2.0, -1.0, math.nan], "model_args/qk_norm": ["yes", 1],
-    "model_args/rope_theta": ["x", None, math.nan], "model_args/norm_eps": ["x", math.nan],
-    "model_args/gelu": [None, 1],
-    "tokenizer": [3, None, ["bytes"], GONE], "stage": [3, None, GONE],
-    "iter_num": [-1, "3", 2.5, math.nan, None, [], 10 ** 30, GONE],
-    "val_loss": ["3.0", None, [1], {}, torch.ones(2), 10 ** 400, GONE], "val_iter": ["x", 2.5, [], GONE],
-    "best_val_loss": ["x", None, [], GONE], "data": [3, None, {}, GONE], "rows_seen": ["x", -1, None, 1.5, []],
-    "optimizer": [[], {}, "x", None, 3, {"state": {}, "param_groups": []}, {"state": {}}],
-    "optimizer/state": [[], None, 3, "x", {0: 3}, {0: []}, GONE],
-    "optimizer/param_groups": [[], None, "x", 3, [3], [{}]],
-    "optimizer/state/0/exp_avg": ["x", None, 3, [], torch.zeros(1), torch.zeros(())],
+    "model": [[], {}, {1: torch.zeros(1)}, GONE],
+    f"model/{WEIGHT}": ["x", {}, torch.zeros(1), torch.ones(32, 8).to_sparse(), GONE], "model/more": [torch.zeros(1)],
+    "config": [[], GONE], "model_args": [[], {}, GONE], "model_args/more": [1],
+    "model_args/n_layer": ["1", 1.0, 0, 2, None, True], "model_args/n_head": ["1", 0, 3], "model_args/n_embd": [0, 16],
+    "model_args/vocab_size": [384.0, 256], "model_args/max_seq_len": ["8", 4], "model_args/intermediate_size": [-1],
+    "model_args/arch": ["x", ["gpt2"], "llama"], "model_args/attention": ["x", "mla"],
+    "model_args/dropout": [True, 2.0], "model_args/qk_norm": ["yes"], "model_args/rope_theta": [math.nan],
+    "model_args/norm_eps": ["x"], "model_args/gelu": [None],
+    "tokenizer": [3, GONE], "stage": [3, GONE], "iter_num": [-1, "3", 10 ** 30, GONE],
+    "val_loss": ["3.0", GONE], "val_iter": ["x", GONE], "best_val_loss": ["x", GONE],
+    "data": [3, GONE], "rows_seen": ["x", -1],
+    "optimizer": [[], None, {"state": {}, "param_groups": []}, {"state": {}}],
+    "optimizer/state": [[], None, {0: 3}, {0: []}, GONE], "optimizer/param_groups": [None, "x", [3], [{}]],
+    "optimizer/state/0/exp_avg": ["x", None, [], torch.zeros(1), torch.zeros(())],
     "lora": [3, {}, {"alpha": "x", "path": 3, "absolute": None, "fingerprint": 1}]}
 
 
@@ -272,7 +267,7 @@ def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path, capsys):
         except Exception as error:
             pytest.fail(f"{change}: {type(error).__name__}: {error}")
         print(f"{change}: {line}")
-    assert i > 150
+    assert i > 80
 
 
 @pytest.mark.parametrize("name, value", [("batch_size", -3), ("learning_rate", "fast"), ("dtype", "int8"),
