@@ -82,11 +82,9 @@ def refusal(script, capsys, *argv):
 # what is accepted
 
 @pytest.mark.parametrize("key, text, value", [
-    ("steps", "-3", -3), ("rate", "3e-4", 3e-4), ("rate", "2", 2.0), ("shuffle", "False", False),
-    ("shuffle", "true", True), ("name", "a b", "a b"), ("name", "a=b=c", "a=b=c"), ("name", "None", "None"),
-    ("name", "", ""), ("limit", "5", 5), ("limit", "None", None), ("label", "None", None), ("mode", "fast", "fast"),
-    ("width", "16", 16), ("backend", "eager", "eager"), ("backend", "None", None), ("batch", "1", 1),
-    ("share", "0", 0.0), ("beta", "0.999", 0.999), ("last", "1", 1), ("last", "None", None),
+    ("steps", "-3", -3), ("rate", "2", 2.0), ("shuffle", "true", True), ("name", "a=b=c", "a=b=c"),
+    ("name", "None", "None"), ("name", "", ""), ("limit", "5", 5), ("label", "None", None), ("mode", "fast", "fast"),
+    ("width", "16", 16), ("backend", "None", None), ("batch", "1", 1), ("share", "0", 0.0),
     ("temperature", "100", 100.0)])
 def test_a_value_is_accepted_in_a_flag_and_in_a_file(script, key, text, value):
     Path("a.py").write_text(f"import math\n_helper = 3  # such names are the file's own\n{key} = {value!r}\n")
@@ -96,10 +94,6 @@ def test_a_value_is_accepted_in_a_flag_and_in_a_file(script, key, text, value):
         assert overrides == {key: value} and config == {**DEFAULTS, key: value}
         assert type(config[key]) is type(value)
         assert {key: getattr(script, key) for key in DEFAULTS} == config
-
-
-def test_nothing_given_leaves_the_defaults(script):
-    assert configure(vars(script), argv=[]) == (DEFAULTS, {})
 
 
 def test_files_first_then_flags_and_later_wins(script):
@@ -125,19 +119,13 @@ def test_a_started_script_reads_its_command_line(script):
 # what is refused
 
 @pytest.mark.parametrize("key, text, source, expected", [
-    ("steps", "1.5", "2.0", "an int"), ("steps", "1000.0", "True", "an int"), ("steps", "", "'2'", "an int"),
-    ("steps", "True", "[1,\n2]", "an int"), ("steps", "None", "None", "an int"),
-    ("rate", "fast", "'3e-4'", "a finite float"), ("rate", "nan", "float('nan')", "a finite float"),
-    ("rate", "-inf", "float('inf')", "a finite float"), ("rate", "True", "True", "a finite float"),
-    ("rate", "inf", "10 ** 400", "a finite float"), ("shuffle", "1", "1", "True or False"),
-    ("shuffle", "yes", "None", "True or False"), ("name", None, "None", "a string"),
-    ("name", None, "b'x'", "a string"), ("name", None, "3, 'a\\nb'", "a string"),
-    ("limit", "many", "False", "an int or None"),
-    ("mode", "fats", "'FAST'", "one of 'slow', 'fast'"), ("mode", "None", "None", "one of 'slow', 'fast'"),
-    ("width", "12", "8.0", "one of 8, 16"), ("width", "8.0", "True", "one of 8, 16"),
-    ("backend", "defualt", "str", "one of 'default', 'eager' or None"), ("batch", "0", "-3", "an int of at least 1"),
-    ("batch", "1.5", "None", "an int of at least 1"), ("first", "-1", "True", "an int of at least 0"),
-    ("share", "1.01", "-0.5", "a finite float from 0 to 1"), ("share", "nan", "'1'", "a finite float from 0 to 1"),
+    ("steps", "1.5", "True", "an int"), ("steps", "None", "[1,\n2]", "an int"), ("steps", "", "'2'", "an int"),
+    ("rate", "fast", "'3e-4'", "a finite float"), ("rate", "nan", "10 ** 400", "a finite float"),
+    ("rate", "True", "float('inf')", "a finite float"), ("shuffle", "1", "None", "True or False"),
+    ("name", None, "3, 'a\\nb'", "a string"), ("limit", "many", "False", "an int or None"),
+    ("mode", "fats", "None", "one of 'slow', 'fast'"), ("width", "8.0", "True", "one of 8, 16"),
+    ("backend", "defualt", "str", "one of 'default', 'eager' or None"), ("batch", "0", "1.5", "an int of at least 1"),
+    ("first", "-1", "True", "an int of at least 0"), ("share", "1.01", "-0.5", "a finite float from 0 to 1"),
     ("beta", "1.0", "1", "a finite float from 0 to 0.999999"), ("last", "0", "2.5", "an int of at least 1 or None"),
     ("temperature", "0.0", "1000", "a finite float from 0.01 to 100")])
 def test_a_wrong_value_is_refused_in_a_flag_and_in_a_file(script, capsys, key, text, source, expected):

@@ -195,16 +195,13 @@ LLAMA, MLA = dict(arch="llama"), dict(attention="mla", kv_lora_rank=8)
 
 @pytest.mark.parametrize("named, settings", [
     ("n_embd", dict(n_embd=65)),
-    ("n_kv_head", dict(n_kv_head=2)), ("qk_norm", dict(qk_norm=True)), ("embed_norm", dict(embed_norm=True)),  # gpt2
-    ("gelu", LLAMA | dict(gelu="exact")),
+    ("qk_norm", dict(qk_norm=True)), ("gelu", LLAMA | dict(gelu="exact")),  # of another arch
     ("n_kv_head", LLAMA | dict(n_kv_head=3)), ("n_head", LLAMA | dict(n_embd=20)),
-    ("kv_lora_rank", dict(kv_lora_rank=8)), ("q_lora_rank", LLAMA | dict(q_lora_rank=8)),  # mha
-    ("v_head_dim", LLAMA | dict(v_head_dim=8)),
-    ("q_lora_rank", MLA | dict(q_lora_rank=8)), ("qk_rope_head_dim", MLA | dict(qk_rope_head_dim=8)),
-    ("v_head_dim", MLA | dict(v_head_dim=8)), ("qk_nope_head_dim", MLA | dict(qk_nope_head_dim=8)),
+    ("embed_norm", LLAMA | dict(embed_norm=True, tied_head=True)),
+    ("kv_lora_rank", dict(kv_lora_rank=8)), ("qk_norm", LLAMA | MLA | dict(qk_norm=True)),  # of another attention
+    ("q_lora_rank", MLA | dict(q_lora_rank=8)),  # of gpt2 with mla
     ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=7)),
     ("qk_rope_head_dim", LLAMA | MLA | dict(qk_rope_head_dim=0)),
-    ("qk_norm", LLAMA | MLA | dict(qk_norm=True)), ("n_kv_head", LLAMA | MLA | dict(n_kv_head=2)),
 ])
 def test_a_config_without_a_model_is_refused_by_the_name_of_its_field(named, settings):
     with pytest.raises(ValueError, match=f"^{named}="):
