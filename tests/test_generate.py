@@ -41,13 +41,6 @@ def greedy_uncached(gpt, prompt, n):
 # -----------------------------------------------------------------------------
 # the cache
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama_gqa", "llama_mla"])
-def test_cached_equals_uncached_for_prompts_of_different_lengths(variant):
-    gpt = new_lively_gpt(variant)
-    for prompt, row in zip(PROMPTS, greedy(gpt, PROMPTS, 30)):
-        assert row == greedy_uncached(gpt, prompt, 30)
-        assert len(set(row)) > 5
-
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_logits_equal_uncached(variant):
@@ -235,13 +228,6 @@ def test_the_hook_of_a_chat_model(capsys):
     prompt = render_chat(get_tokenizer("bytes"), [{"role": "user", "content": "hi\x1b"}])[0] + [259]
     print_sample(gpt, prompt, "chat", 0)
     assert capsys.readouterr().out == "----- sample\n<|user|>hi\ufffd<|end|><|assistant|><|end|>\n-----\n"
-
-
-def test_the_hook_survives_weights_that_are_not_finite(capsys):
-    gpt = new_gpt("llama")
-    gpt.transformer.ln_f.weight.data.fill_(float("nan"))
-    print_sample(gpt, [256], "base", 1)
-    assert "----- sample\n(none: the model's logits are not finite" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
