@@ -22,7 +22,7 @@ from chat_data import (ChatDataset, best_fit, build_datasets, fill_rows, packed_
 from conftest import NEW_TEXT, NO_LOSS, conversations_of, error_line, jsonl, new_gpt, turns
 from model import IGNORE
 from python_text import python_conversations
-from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat
+from tokenizer import decode_chat, get_tokenizer, render_chat
 
 BYTES = get_tokenizer("bytes")
 CPU = torch.device("cpu")
@@ -62,11 +62,6 @@ def test_ids_and_mask_token_by_token(messages, rendered, trained):
     assert render_chat(BYTES, messages) == (ids(rendered), [mark == "1" for mark in trained])
     text = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in messages)
     assert decode_chat(BYTES, ids(rendered)) == "<|endoftext|>" + text
-
-
-def test_chat_tokens_are_the_four_after_the_tokenizers_own(gpt2_vocabulary):
-    assert chat_tokens(gpt2_vocabulary) == {"system": 50257, "user": 50258, "assistant": 50259, "end": 50260}
-    assert chat_tokens(BYTES) == {"system": 257, "user": 258, "assistant": 259, "end": 260}
 
 
 @pytest.mark.parametrize("contents, max_seq_len, length, note", [
