@@ -188,12 +188,6 @@ def test_print_batch_shows_what_is_trained_on(base, tmp_path):
 
 
 def test_mistakes_are_refused_in_one_line(start, sft, tmp_path):
-    resume = ["--init_from=resume", f"--out_dir={sft[0]}", f"--chat_dir={tmp_path}", "--max_iters=30"]
-    other = jsonl(tmp_path / "other.jsonl", [turns(f"other {i}", "data") for i in range(9)])
-    for args, words in [
-        ([*start, f"--out_dir={sft[0]}"], ["resume", "overwrite"]),
-        ([*start, f"--out_dir={tmp_path}/o", "--max_seq_len=65"], ["max_seq_len=65", "64 positions"]),
-        ([*resume, f"--data={other}"], ["other data"]), ([*resume, "--pack=False"], ["pack=False"]),
-        ([*resume, "--max_iters=3"], ["max_iters=3", "20 steps"])]:
-        line = refused("chat_sft.py", *args)
-        assert all(word in line for word in words), line
+    assert "replace it with --overwrite=True" in refused("chat_sft.py", *start, f"--out_dir={sft[0]}")
+    assert "--pack=False: the checkpoint was trained with True" in refused(
+        "chat_sft.py", "--init_from=resume", f"--out_dir={sft[0]}", f"--chat_dir={tmp_path}", "--pack=False")

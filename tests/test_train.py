@@ -475,11 +475,7 @@ features.change_training = change_training
 
 
 # -----------------------------------------------------------------------------
-# sampling, and the machine
-
-def test_a_checkpoint_samples(trained):
-    text = run("sample.py", f"--checkpoint={trained}", "--prompt=the cat", "--num_samples=2", "--max_new_tokens=20")
-    assert f"step 20, val loss {load(trained)['val_loss']:.4f} at step 20" in text and text.count("the cat") == 2
+# the machine
 
 
 def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_can_show(monkeypatch, capsys):
