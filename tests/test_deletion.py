@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from conftest import ROOT, SFT, TINY, Program, chats, extra_flags, forked, run, run_forked
+from conftest import ROOT, SFT, TINY, chats, extra_flags, forked, run, run_forked
 
 # what asks for each file; plot and block_attention are on by default, compare is a script: nothing asks for them
 ASKED = {"distill": "--teacher=gpt2", "prune": "--sparsity=0.5", "spam": "--optimizer=adamw_spam",
@@ -114,19 +114,6 @@ def test_each_extra_is_tested_in_its_own_file_or_where_its_absence_is_looked_for
             guarded = f'importorskip("extras.{extra}")' in source or re.search(rf"\b{extra}=\[", source)
             if path.name not in (f"test_{extra}.py", "test_deletion.py", "test_configurator.py") and not guarded:
                 assert not re.search(asks, source), (path, re.search(asks, source))
-
-
-def test_a_copied_script_trains_resumes_and_names_itself(shards, tmp_path):
-    mine = shutil.copy(ROOT / "train_gpt2.py", tmp_path / "mine.py")
-    program = Program(mine, *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/out", "--max_iters=100000",
-                      "--eval_interval=100000", "--sample_tokens=0")
-    assert program.read_until("step 3/"), program.output
-    program.send("SIGTERM")
-    code, output = program.end()
-    assert code == 0 and f"resume with python {mine} --init_from=resume --out_dir={tmp_path}/out" in output, output
-    step = int(re.search(r"stopped after step (\d+)", output)[1])
-    output = run(mine, "--init_from=resume", f"--out_dir={tmp_path}/out", f"--max_iters={step + 1}")
-    assert f"done after {step + 1} steps" in output
 
 
 OPTIONAL = {"eval_tasks", "task_dir", "sample_tokens", "wandb_log", "wandb_project", "tensorboard", "spam_interval",

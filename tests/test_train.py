@@ -112,10 +112,14 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(shards, trained, tmp_
         {"iter": 10, "tokens": 2560, "event": "resume", "compile_seconds": 0.0}]
 
 
-def test_with_two_ranks_muon_and_dropout_too(shards, tmp_path):
-    check_resumed("train_gpt2.py", [*TINY, *LLAMA, "--embed_norm=True", "--optimizer=muon", "--dropout=0.1",
-                                    *extra_flags(local_heads=["--local_heads=True"]), f"--data_dir={shards}"],
-                  tmp_path, ranks=2)
+@pytest.mark.parametrize("flags", [
+    [*LLAMA, "--embed_norm=True", "--dropout=0.1", *extra_flags(local_heads=["--local_heads=True"])],
+    pytest.param(["--arch=llama", "--n_layer=1", "--compile=True", "--compile_backend=aot_eager"],
+                 marks=pytest.mark.slow)], ids=["dropout", "compiled"])
+def test_with_three_ranks_and_muon_too(shards, tmp_path, flags):
+    """Of two ranks a sum is the same in any order; of three it is that in which DDP has laid out the gradients."""
+    check_resumed("train_gpt2.py", [*TINY, *flags, "--optimizer=muon", "--gradient_accumulation_steps=3",
+                                    f"--data_dir={shards}"], tmp_path, ranks=3)
 
 
 @pytest.mark.slow
