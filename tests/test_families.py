@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -54,26 +53,16 @@ def talks(tmp_path_factory):
     return path
 
 
-def test_logits_gradients_and_greedy_text_equal_transformers(family):
+def test_logits_and_greedy_text_equal_transformers(family):
     name, folder, theirs, tokenizer = family
     ours, loaded = load_model(folder, "cpu")
     assert loaded["stage"] == "chat" and ours.config.max_seq_len == theirs.config.max_position_embeddings
     idx = torch.randint(600, (2, 300), generator=torch.Generator().manual_seed(1))
-    targets = idx.roll(1, 1)
     assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
-    ours.train()(idx, targets).backward()
-    F.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    pairs = [(ours.transformer.wte, theirs.model.embed_tokens), (ours.transformer.h[0].attn.q_proj,
-             theirs.model.layers[0].self_attn.q_proj), (ours.transformer.h[1].mlp.down_proj,
-             theirs.model.layers[1].mlp.down_proj), (ours.lm_head, theirs.lm_head)]
-    for mine, its in pairs:
-        assert (mine.weight.grad - its.weight.grad).abs().max() < 1e-4 * max(1, its.weight.grad.abs().max())
-    theirs.zero_grad()
-
     prompt = render_chat(tokenizer, TALKS[0][:1], prompt=True)[0]
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None,
                                pad_token_id=0)[0, len(prompt):].tolist()
-    assert [token for token, in generate(ours.eval(), [prompt], 40, temperature=0)] == expected
+    assert [token for token, in generate(ours, [prompt], 40, temperature=0)] == expected
 
 
 def test_a_positions_angle_is_llama_3s_far_away_too():
