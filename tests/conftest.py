@@ -1,6 +1,7 @@
 """Shared by all tests: the scripts on the path, started as a user starts them, and small data to start them on."""
 import ast
 import gc
+import io
 import json
 import multiprocessing.connection
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stderr, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -296,14 +297,14 @@ def damage(data, content):
     return bytes(content)
 
 
-def one_line_or_works(capsys, function):
+def one_line_or_works(function):
     """Calls function() and returns its result; None if it ended the program in one line."""
-    capsys.readouterr()
-    try:
-        return function()
-    except SystemExit as end:
-        error = capsys.readouterr().err
-        assert end.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    with redirect_stderr(io.StringIO()) as stream:
+        try:
+            return function()
+        except SystemExit as end:
+            error = stream.getvalue()
+            assert end.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
 
 
 def poisoned(folder, steps, seed=1337):
@@ -472,11 +473,10 @@ def extra_flags(**flags):
     return [flag for name, given in flags.items() if (ROOT / "extras" / f"{name}.py").exists() for flag in given]
 
 
-def error_line(capsys, function, *args):
+def error_line(function, *args, **settings):
     """Calls a function that must exit because of a user's mistake, with code 2 and one line. Returns that line."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        function(*args)
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, out + err
-    return err
+    with redirect_stderr(io.StringIO()) as stream, pytest.raises(SystemExit) as end:
+        function(*args, **settings)
+    line = stream.getvalue()
+    assert end.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1, line
+    return line

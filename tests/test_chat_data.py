@@ -205,7 +205,7 @@ def test_a_source_is_tokenized_again_when_it_or_max_seq_len_changes(tmp_path, lo
     assert ", 1 conversations in" in build("rows", data, data)[2]
 
 
-def test_damaged_files_are_refused_and_made_again(tmp_path, capsys):
+def test_damaged_files_are_refused_and_made_again(tmp_path):
     data = some_chats(tmp_path)
     fingerprint = build(tmp_path / "rows", data)[0].fingerprint
     [path] = (tmp_path / "rows").glob("generator/*/*/*.arrow")
@@ -213,7 +213,7 @@ def test_damaged_files_are_refused_and_made_again(tmp_path, capsys):
     another_letter = whole.replace(b"a\0a\0", b"a\0b\0", 1)
     for damaged in b"", whole[:100], whole[:-100], whole[:-2000] + b"A" * 2000, another_letter:
         path.write_bytes(damaged)
-        line = error_line(capsys, build, tmp_path / "rows", data)
+        line = error_line(build, tmp_path / "rows", data)
         assert f"--chat_dir={tmp_path}/rows" in line and f"{tmp_path}/rows/generator is damaged, remove it" in line
     path.write_bytes(whole.replace(struct.pack("<3i", 0, 32, 64), struct.pack("<3i", 0, 32, 2 ** 30)))  # offsets
     reader = fork.Process(target=build, args=(tmp_path / "rows", data))  # which pyarrow would crash
@@ -324,23 +324,23 @@ def test_a_hub_data_set_is_read_again_once_it_has_changed(tmp_path, monkeypatch)
     ('{"conversations": [{"role": "user"}]}', "KeyError: 'from'"), ("\udcff", "UnicodeDecodeError"),
     ("[" * 100_000, "RecursionError"),
 ], ids=["broken", "list", "missing_key", "number", "faulty_turn", "not_utf8", "deep"])
-def test_a_line_that_is_no_conversation_is_named(tmp_path, capsys, line, words):
+def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     good = json.dumps({"messages": turns("q", "a")})
     path.write_bytes("\n".join(["\ufeff" + good, "", line, good]).encode(errors="surrogateescape"))
     for _ in range(2):  # kept, and read
-        message = error_line(capsys, build, tmp_path / "rows", path)
+        message = error_line(build, tmp_path / "rows", path)
         assert "a.jsonl, line 3: " in message and words in message and 'expected {"messages": [...]}' in message
 
 
-def test_what_is_skipped_is_counted(tmp_path, capsys, gpt2_vocabulary):
+def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     bad = [turns("a", " ")] * 2 + [turns("a")] * 3
     data = jsonl(tmp_path / "a.jsonl", [turns("q", "a")] * 40 + bad)
     text = build(tmp_path / "rows", data, data)[2]
     assert "40 conversations in" in text and "  4 skipped: a message is empty (the first:" in text
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
-    message = error_line(capsys, build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
+    message = error_line(build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
     assert all(words in message for words in ("b.jsonl:1: none of its 0", "a message is empty", "its roles are not"))
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken
@@ -362,12 +362,12 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         (chats, f"{one}:0.01", ["--val_data", "one.jsonl:0.01"]),
         (one, None, ["--data", "one.jsonl", "none of its 1 usable", "--val_data"]),  # it is held out
     ]:
-        message = error_line(capsys, build, tmp_path / "rows", data, val_data)
+        message = error_line(build, tmp_path / "rows", data, val_data)
         assert all(word in message for word in words), message
-    assert "--chat_dir" in error_line(capsys, build, chats, chats)  # a file, where the folder should be
+    assert "--chat_dir" in error_line(build, chats, chats)  # a file, where the folder should be
     monkeypatch.setenv("LOCAL_RANK", "1")  # prints if it was the one to tokenize
     (tmp_path / "half.json").write_text("[1")
-    assert "half.json" in error_line(capsys, build, tmp_path / "rows", tmp_path / "half.json")
+    assert "half.json" in error_line(build, tmp_path / "rows", tmp_path / "half.json")
     with pytest.raises(SystemExit):
         build(tmp_path / "rows", "nowhere.jsonl")
     assert not capsys.readouterr().err

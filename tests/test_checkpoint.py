@@ -195,21 +195,21 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_never_takes_its_pl
         assert [load(tmp_path, name)["iter_num"] for name in ("ckpt.pt", "ckpt_prev.pt")] == [now, before]
     (tmp_path / "ckpt.pt").write_bytes(b"")
     (tmp_path / "ckpt_prev.pt").write_bytes(b"PK")
-    assert "ckpt_prev.pt: not a readable checkpoint" in error_line(capsys, load_checkpoint, tmp_path)
+    assert "ckpt_prev.pt: not a readable checkpoint" in error_line(load_checkpoint, tmp_path)
 
 
-def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp_path, capsys):
+def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp_path):
     path = saved(tmp_path, 1.0) / "ckpt.pt"
     whole, checkpoint = bytearray(path.read_bytes()), load(tmp_path)
     nanogpt = {"model": {}, "model_args": {"n_layer": 1, "block_size": 32}, "iter_num": 5, "config": {}}
     for other in (nanogpt, [1], {**checkpoint, "model_args": {**checkpoint["model_args"], "heads": 3}}):
         torch.save(other, path)
-        assert f"{path}: not a readable checkpoint" in error_line(capsys, load_checkpoint, path)
+        assert f"{path}: not a readable checkpoint" in error_line(load_checkpoint, path)
     whole[len(whole) // 2] ^= 1  # one bit of a weight
     path.write_bytes(whole)
-    assert "the checksum of " in error_line(capsys, load_checkpoint, path)
+    assert "the checksum of " in error_line(load_checkpoint, path)
     torch.save({**checkpoint, "model_args": {**checkpoint["model_args"], "n_layer": 3}}, path)
-    assert str(path) in error_line(capsys, load_model, path, "cpu")
+    assert str(path) in error_line(load_model, path, "cpu")
     assert str(path) in refused("train_gpt2.py", f"--data_dir={shards}", f"--init_from={path}", "--device=cpu",
                                 f"--out_dir={tmp_path}/o")
 
@@ -246,7 +246,7 @@ def crafted(checkpoint):
             yield f"{path} = {value}", changed
 
 
-def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path, capsys):
+def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path):
     """All its checksums are right. A script opens it, or a run resumes from it; neither may end in a traceback."""
     checkpointer = new_checkpointer(tmp_path, rows_seen=Entry(8))
     gpt = checkpointer.state["model"]
@@ -263,7 +263,7 @@ def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path, capsys):
     for i, (change, checkpoint) in enumerate(crafted(load(tmp_path))):
         torch.save(checkpoint, tmp_path / "ckpt.pt")
         try:
-            line = error_line(capsys, open_and_resume)
+            line = error_line(open_and_resume)
         except Exception as error:
             pytest.fail(f"{change}: {type(error).__name__}: {error}")
         print(f"{change}: {line}")
@@ -283,23 +283,23 @@ def test_settings_in_a_crafted_checkpoint_are_checked_like_a_flags(trained, tmp_
     assert "'>' not supported" in refused("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}")
 
 
-def test_a_checkpoint_sends_no_escape_sequence_to_the_terminal(tmp_path, capsys):
+def test_a_checkpoint_sends_no_escape_sequence_to_the_terminal(tmp_path):
     save_model(tmp_path, small_gpt("gpt2"), stage="\x1b[2J", tokenizer="\x9b2J")
     assert "\ufffd[2J model" in describe_model(load_model(tmp_path, "cpu")[1])
     save_model(tmp_path, small_gpt("gpt2"), iter_num="\x1b[2J", model_args={"\x1b[2J": 1})
-    assert "\x1b" not in error_line(capsys, load_checkpoint, tmp_path)
+    assert "\x1b" not in error_line(load_checkpoint, tmp_path)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_random_damage_is_refused_in_one_line_or_does_no_harm(tmp_path_factory, capsys, data):
+def test_random_damage_is_refused_in_one_line_or_does_no_harm(tmp_path_factory, data):
     """A checkpoint that opens all the same holds the very weights that were saved."""
     whole = tmp_path_factory.getbasetemp() / "whole"
     if not whole.exists():
         saved(whole, 1.0)
     path = whole.with_name("damaged.pt")
     path.write_bytes(damage(data, (whole / "ckpt.pt").read_bytes()))
-    opened = one_line_or_works(capsys, lambda: load_checkpoint(path))
+    opened = one_line_or_works(lambda: load_checkpoint(path))
     assert opened is None or same(opened["model"], load(whole)["model"])
 
 
@@ -316,23 +316,23 @@ def test_an_entry_is_restored_whatever_its_value_and_a_missing_one_is_named(tmp_
     assert checkpointer.state["other"].value == "initial"
 
 
-def test_frozen_parameters_are_saved_and_a_checkpoint_without_them_is_refused(tmp_path, capsys):
+def test_frozen_parameters_are_saved_and_a_checkpoint_without_them_is_refused(tmp_path):
     checkpointer = new_checkpointer(tmp_path)
     names = checkpointer.state["model"].requires_grad_(False).state_dict().keys()
     checkpointer.save(0)
     checkpoint = load_checkpoint(tmp_path)
     assert checkpoint["model"].keys() == names
     del checkpoint["model"]["transformer.h.0.ln_1.bias"]
-    line = error_line(capsys, checkpointer.resume, checkpoint, 9)
+    line = error_line(checkpointer.resume, checkpoint, 9)
     assert f"{tmp_path}/ckpt.pt" in line and '"transformer.h.0.ln_1.bias"' in line
 
 
-def test_a_run_resumes_with_its_data_and_no_fewer_steps(tmp_path, capsys):
+def test_a_run_resumes_with_its_data_and_no_fewer_steps(tmp_path):
     saved(tmp_path, 1.0, None, None)
     checkpointer, checkpoint = new_checkpointer(tmp_path), load_checkpoint(tmp_path)
-    line = error_line(capsys, checkpointer.resume, checkpoint, 1)
+    line = error_line(checkpointer.resume, checkpoint, 1)
     assert "--max_iters=1: " in line and "has taken 2 steps" in line
-    assert "other data" in error_line(capsys, checkpointer.resume, {**checkpoint, "data": "another digest"}, 2)
+    assert "other data" in error_line(checkpointer.resume, {**checkpoint, "data": "another digest"}, 2)
     assert checkpointer.resume(checkpoint, 2) == 2
 
 
@@ -358,15 +358,15 @@ def test_a_checkpoint_of_the_second_edition_resumes(trained, tmp_path):
 # -----------------------------------------------------------------------------
 # whose folder it is
 
-def test_two_runs_cannot_write_to_one_out_dir(tmp_path, capsys):
+def test_two_runs_cannot_write_to_one_out_dir(tmp_path):
     first = new_checkpointer(tmp_path)
     for folder in (tmp_path, tmp_path / "lock" / "a file is no folder"):
-        assert "no other run is writing to" in error_line(capsys, new_checkpointer, folder)
+        assert "no other run is writing to" in error_line(new_checkpointer, folder)
     first.lock.release()
     new_checkpointer(tmp_path)
 
 
-def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
+def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path):
     def check(checkpoint=None, **changes):
         check_out_dir({"out_dir": str(tmp_path), "init_from": "scratch", "overwrite": False, "teacher": None,
                        **changes}, resuming=False, checkpoint=checkpoint)
@@ -374,27 +374,27 @@ def test_what_is_in_a_folder_is_overwritten_only_on_request(tmp_path, capsys):
     check()
     for name, word in (("ckpt_best.pt", "replace it"), ("ckpt.pt", "resume it with --init_from=resume, replace it")):
         (tmp_path / name).touch()
-        assert f"holds a checkpoint, {name}: {word} with --overwrite=True" in error_line(capsys, check)
+        assert f"holds a checkpoint, {name}: {word} with --overwrite=True" in error_line(check)
     check(overwrite=True)
     for read in (tmp_path, f"{tmp_path}/ckpt.pt", f"auto:{tmp_path}/../{tmp_path.name}/ckpt_best.pt"):
         for setting in ("init_from", "teacher"):
-            line = error_line(capsys, lambda: check(overwrite=True, **{setting: str(read)}))
+            line = error_line(lambda: check(overwrite=True, **{setting: str(read)}))
             assert f"--out_dir={tmp_path} --overwrite=True: holds {read}, which this run reads" in line
     for name in ("absolute", "path"):
         checkpoint = {"lora": {name: f"{tmp_path}/ckpt.pt"}}
-        line = error_line(capsys, lambda: check(checkpoint, overwrite=True, init_from="adapters/ckpt.pt"))
+        line = error_line(lambda: check(checkpoint, overwrite=True, init_from="adapters/ckpt.pt"))
         assert f"holds {tmp_path}/ckpt.pt, which this run reads" in line
 
 
 @pytest.mark.parametrize("resuming", [True, False])
-def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, capsys, resuming):
+def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, resuming):
     """What is in a file of a run's names decides: settings, lines of a log, or nothing (the disk was full)."""
     config = {"out_dir": str(tmp_path), "init_from": "resume", "overwrite": True}
     for name, foreign, ours in (
             ("config.json", '{"hidden_size": 768}', json.dumps({"out_dir": "o", "init_from": "scratch"}, indent=1)),
             ("log.jsonl", '{"loss": 3.0, "iter": 1}\n', '{"iter": 0, "tokens": 0, "event": "start"}\n')):
         (tmp_path / name).write_text(foreign)
-        line = error_line(capsys, check_out_dir, config, resuming, None)
+        line = error_line(check_out_dir, config, resuming, None)
         assert f"--out_dir={tmp_path}: holds a {name} that is not of a training run" in line
         for content in ("", ours):
             (tmp_path / name).write_text(content)

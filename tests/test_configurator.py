@@ -70,10 +70,10 @@ def run_script(*args):
     return subprocess.run([sys.executable, "script.py", *args], env=env, capture_output=True, text=True)
 
 
-def refusal(script, capsys, *argv):
+def refusal(script, *argv):
     """The one line in which `argv` is refused; nothing may be changed by it."""
     before = dict(vars(script))
-    line = error_line(capsys, configure, vars(script), argv)
+    line = error_line(configure, vars(script), argv)
     assert vars(script) == before
     return line
 
@@ -128,39 +128,39 @@ def test_a_started_script_reads_its_command_line(script):
     ("first", "-1", "True", "an int of at least 0"), ("share", "1.01", "-0.5", "a finite float from 0 to 1"),
     ("beta", "1.0", "1", "a finite float from 0 to 0.999999"), ("last", "0", "2.5", "an int of at least 1 or None"),
     ("temperature", "0.0", "1000", "a finite float from 0.01 to 100")])
-def test_a_wrong_value_is_refused_in_a_flag_and_in_a_file(script, capsys, key, text, source, expected):
+def test_a_wrong_value_is_refused_in_a_flag_and_in_a_file(script, key, text, source, expected):
     Path("a.py").write_text(f"label = 'other'\n{key} = {source}\n")
-    line = refusal(script, capsys, "a.py", f"--{key}={DEFAULTS[key]}")  # though the flag would win
+    line = refusal(script, "a.py", f"--{key}={DEFAULTS[key]}")  # though the flag would win
     assert line.startswith(f"error: a.py: {key}=") and line.endswith(f": expected {expected}\n")
     if text is not None:
-        line = refusal(script, capsys, "--label=other", f"--{key}={text}")
+        line = refusal(script, "--label=other", f"--{key}={text}")
         assert re.match(f"error: --{key}='?{text}'?: expected {re.escape(expected)}\n", line), line
 
 
 @pytest.mark.parametrize("key, nearest", [
     ("step", "--steps"), ("raet", "--rate"), ("Steps", "--steps"), ("zzzzz", None), ("not_annotated", None),
     ("_hidden", None), ("json", None), ("__file__", None), ("", None)])
-def test_a_wrong_name_is_refused_with_the_nearest(script, capsys, key, nearest):
+def test_a_wrong_name_is_refused_with_the_nearest(script, key, nearest):
     Path("a.py").write_text(f"label = 'other'\n{key or 'x'} = 5\n")
-    lines = [refusal(script, capsys, "--name=other", f"--{key}=5")]
+    lines = [refusal(script, "--name=other", f"--{key}=5")]
     if not key.startswith("_"):  # in a file such a name is its own
-        lines.append(refusal(script, capsys, "--name=other", "a.py"))
+        lines.append(refusal(script, "--name=other", "a.py"))
         assert f"a.py: {key or 'x'}: no such setting of script.py" in lines[1]
     for line in lines:
         assert f"--{key}" in lines[0] and "no such setting of script.py" in line
         assert f"; did you mean {nearest}?" in line if nearest else "did you mean" not in line, line
 
 
-def test_a_function_in_a_file_is_no_setting(script, capsys):
+def test_a_function_in_a_file_is_no_setting(script):
     for source in ("from math import pi", "def pi(): pass"):
         Path("a.py").write_text(source)
-        assert "a.py: pi: no such setting" in refusal(script, capsys, "a.py")
+        assert "a.py: pi: no such setting" in refusal(script, "a.py")
 
 
-def test_another_projects_name_is_answered_with_ours(script, capsys):
+def test_another_projects_name_is_answered_with_ours(script):
     Path("a.py").write_text("block_size = 256")
     for argument in ("a.py", "--block_size=256", "--block-size=256"):
-        assert "no such setting of script.py; here use --max_seq_len;" in refusal(script, capsys, argument)
+        assert "no such setting of script.py; here use --max_seq_len;" in refusal(script, argument)
 
 
 def settings_of(script):
@@ -184,31 +184,31 @@ def test_each_setting_that_a_hint_names_exists_in_a_script_without_that_other_na
 
 
 @pytest.mark.parametrize("flag", ["--shuffle", "--steps", "-steps=5", "--", "-x"])
-def test_a_flag_without_a_value_is_refused(script, capsys, flag):
-    line = refusal(script, capsys, flag)
+def test_a_flag_without_a_value_is_refused(script, flag):
+    line = refusal(script, flag)
     assert repr(flag) in line and "--name=value" in line
     assert ("did you mean --steps?" in line) == (flag == "-steps=5")
 
 
-def test_a_flag_is_not_taken_for_the_value_of_another(script, capsys):
+def test_a_flag_is_not_taken_for_the_value_of_another(script):
     for argv in (("--name", "--steps=5"), ("--steps=5", "--name")):
-        assert "'--name': write a setting as --name=value, or as --name value if" in refusal(script, capsys, *argv)
+        assert "'--name': write a setting as --name=value, or as --name value if" in refusal(script, *argv)
 
 
-def test_a_missing_file_is_refused(script, capsys):
+def test_a_missing_file_is_refused(script):
     Path("folder.py").mkdir()
     Path("a.txt").write_text("steps = 5\n")
     for path in ("missing.py", "folder.py", "a.txt"):
-        assert f"{path}: no such config file" in refusal(script, capsys, "--steps=5", path)
+        assert f"{path}: no such config file" in refusal(script, "--steps=5", path)
 
 
-def test_an_error_in_a_file_is_named(script, capsys):
+def test_an_error_in_a_file_is_named(script):
     for source, words in (("steps = 5\nrate = = 2", "SyntaxError: invalid syntax (a.py, line 2)"),
                           ("  rate = 2", "IndentationError"), ("steps = 1 / 0", "ZeroDivisionError: division by zero"),
                           ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
                           ("raise ValueError('two\\nlines')", "two lines")):
         Path("a.py").write_text(source)
-        assert f"a.py: {words}" in refusal(script, capsys, "a.py", "--steps=5")
+        assert f"a.py: {words}" in refusal(script, "a.py", "--steps=5")
 
 
 ARGUMENT = st.text(max_size=12) | st.sampled_from(["--steps=3", "--mode=fast"]) | st.builds(
@@ -217,8 +217,8 @@ ARGUMENT = st.text(max_size=12) | st.sampled_from(["--steps=3", "--mode=fast"]) 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(argv=st.lists(ARGUMENT, max_size=3).filter(lambda argv: "-h" not in argv))
-def test_odd_command_lines_work_or_end_in_one_line(script, capsys, argv):
-    one_line_or_works(capsys, lambda: configure(vars(script), argv))
+def test_odd_command_lines_work_or_end_in_one_line(script, argv):
+    one_line_or_works(lambda: configure(vars(script), argv))
 
 
 def test_of_many_ranks_only_the_first_of_a_machine_prints_unless_it_may_be_the_only_one_to_fail(monkeypatch, capsys):
@@ -268,11 +268,11 @@ def settings_module(script, tmp_path, monkeypatch):
     return import_script(tmp_path / script, "\n".join(source), monkeypatch)
 
 
-def test_values_without_a_run_are_refused(tmp_path, monkeypatch, capsys):
+def test_values_without_a_run_are_refused(tmp_path, monkeypatch):
     script = settings_module("train_gpt2.py", tmp_path, monkeypatch)
     for flag in ("--batch_size=0", "--n_layer=0", "--kv_lora_rank=0", "--rope_theta=-1.0", "--beta2=1.0",
                  "--sparsity=1.0", "--seed=-1", "--max_iters=-1", "--eval_interval=0", "--dropout=1.0"):
-        assert f"error: {flag}: expected " in refusal(script, capsys, flag)
+        assert f"error: {flag}: expected " in refusal(script, flag)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.py")), ids=lambda path: path.stem)

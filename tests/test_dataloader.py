@@ -4,7 +4,6 @@ import os
 import shutil
 import time
 import zlib
-from functools import partial
 
 import numpy as np
 import pytest
@@ -16,12 +15,6 @@ from dataloader import BatchLoader, TokenDataset, epoch_permutation, sample_indi
 from shards import read_meta, read_shard
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def refused(capsys):
-    """refused(function, *args): the one line on stderr that a call ends with."""
-    return partial(error_line, capsys)
 
 
 def counting_shards(folder, *lengths, split="train"):
@@ -36,7 +29,7 @@ def counting_shards(folder, *lengths, split="train"):
 # ---------------------------------------------------------------------------------------------------
 # shards
 
-def test_a_damaged_shard_is_named(tmp_path, refused):
+def test_a_damaged_shard_is_named(tmp_path):
     data_dir = counting_shards(tmp_path / "data", 100, 100, 100)
     path = tmp_path / "data" / "train_000001.bin"
     whole = path.read_bytes()  # it begins with magic, version and number of tokens, four bytes each
@@ -44,19 +37,19 @@ def test_a_damaged_shard_is_named(tmp_path, refused):
                     b"x" + whole[1:], whole[:4] + b"\2" + whole[5:], whole[:8] + b"\x9c\xff\xff\xff" + whole[12:],
                     whole[:8] + bytes(1016)):
         path.write_bytes(damaged)
-        error = refused(TokenDataset, data_dir, "train", 8)
+        error = error_line(TokenDataset, data_dir, "train", 8)
         assert f"{path}: not a token shard, of another version, or damaged" in error
 
 
 @pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"vocab_size": 384}'])
-def test_an_unreadable_meta_is_named(tmp_path, refused, meta):
+def test_an_unreadable_meta_is_named(tmp_path, meta):
     (tmp_path / "meta.json").write_text(meta)
-    assert str(tmp_path / "meta.json") in refused(read_meta, tmp_path)
+    assert str(tmp_path / "meta.json") in error_line(read_meta, tmp_path)
 
 
-def test_an_unfinished_folder_is_refused(tmp_path, refused):
+def test_an_unfinished_folder_is_refused(tmp_path):
     (tmp_path / "meta.json").write_text('{"tokenizer": "bytes", "finished": false}')
-    error = refused(read_meta, tmp_path)
+    error = error_line(read_meta, tmp_path)
     assert f"data_dir={tmp_path}" in error and "interrupted" in error
 
 
@@ -73,7 +66,7 @@ def recorded(tmp_path):
     return data_dir, tmp_path / "data" / "train_000001.bin"
 
 
-def test_shards_that_are_missing_changed_or_not_recorded_are_refused(recorded, refused, tmp_path):
+def test_shards_that_are_missing_changed_or_not_recorded_are_refused(recorded, tmp_path):
     data_dir, path = recorded
     whole, changed = path.read_bytes(), tmp_path / "changed"
     changed.write_bytes(whole[:-2] + b"\7\0")
@@ -86,14 +79,14 @@ def test_shards_that_are_missing_changed_or_not_recorded_are_refused(recorded, r
         (lambda: shutil.copy2(changed, path), f"{path}: its tokens have changed"),  # with its times
     ]:
         change()
-        assert words in refused(TokenDataset, data_dir, "train", 8)
+        assert words in error_line(TokenDataset, data_dir, "train", 8)
         TokenDataset(data_dir, "val", 8)  # which may be there alone
         path.write_bytes(whole)
         (tmp_path / "data" / "train_000003.bin").unlink(missing_ok=True)
         TokenDataset(data_dir, "train", 8)
 
 
-def test_a_damaged_copy_is_refused(recorded, refused, tmp_path):
+def test_a_damaged_copy_is_refused(recorded, tmp_path):
     """In whatever order the files of a folder are copied."""
     data_dir, path = recorded
     path.write_bytes(path.read_bytes()[:-2] + b"\7\0")
@@ -103,7 +96,7 @@ def test_a_damaged_copy_is_refused(recorded, refused, tmp_path):
         for source in sorted((tmp_path / "data").iterdir(), key=lambda source: source.name == last):
             (copy / source.name).write_bytes(source.read_bytes())
             time.sleep(0.02)
-        assert "its tokens have changed" in refused(TokenDataset, str(copy), "train", 8)
+        assert "its tokens have changed" in error_line(TokenDataset, str(copy), "train", 8)
 
 
 def test_only_shards_that_changed_are_read(recorded, monkeypatch):
@@ -143,26 +136,26 @@ def test_rows_cover_every_token_but_the_dropped_ones_once(tmp_path):
     assert np.array_equal(dataset[order][0], idx[order]) and np.array_equal(dataset[order][1], targets[order])
 
 
-def test_max_seq_len_longer_than_every_shard_is_refused(tmp_path, refused):
+def test_max_seq_len_longer_than_every_shard_is_refused(tmp_path):
     """A row needs the token after it."""
     data_dir = counting_shards(tmp_path / "data", 10, 20)
     assert TokenDataset(data_dir, "train", 19)[[0]][1][0, -1] == 10 + 19
-    error = refused(TokenDataset, data_dir, "train", 20)
+    error = error_line(TokenDataset, data_dir, "train", 20)
     assert "max_seq_len=20" in error and "20 tokens" in error
 
 
-def test_a_folder_without_shards_is_refused(tmp_path, refused):
+def test_a_folder_without_shards_is_refused(tmp_path):
     data_dir = counting_shards(tmp_path / "data", 100)
-    assert "no val shards" in refused(TokenDataset, data_dir, "val", 8)
-    assert "data_dir=nowhere" in refused(TokenDataset, "nowhere", "train", 8)
+    assert "no val shards" in error_line(TokenDataset, data_dir, "val", 8)
+    assert "data_dir=nowhere" in error_line(TokenDataset, "nowhere", "train", 8)
 
 
-def test_a_token_outside_the_vocabulary_is_refused(tmp_path, refused):
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 384}')
     dataset = TokenDataset(counting_shards(tmp_path / "data", 400), "train", 8)
     dataset[[46]]  # tokens 368 to 376
-    error = refused(dataset.__getitem__, [47])  # 376 to 384
+    error = error_line(dataset.__getitem__, [47])  # 376 to 384
     assert f"--data_dir={tmp_path / 'data'}" in error and "384" in error and "bytes" in error
 
 
@@ -246,13 +239,13 @@ def test_nanogpts_files_are_read_as_one_shard_each(tmp_path, gpt2_vocabulary):
 
 
 @pytest.mark.parametrize("content", [b"", b"ab", b"abcde"])
-def test_a_damaged_file_of_nanogpts_is_named(tmp_path, refused, content):
+def test_a_damaged_file_of_nanogpts_is_named(tmp_path, content):
     (tmp_path / "val.bin").write_bytes(content)
-    error = refused(TokenDataset, str(tmp_path), "val", 1)
+    error = error_line(TokenDataset, str(tmp_path), "val", 1)
     assert ("the longest val shard" if content == b"ab" else f"{tmp_path / 'val.bin'}: ") in error
 
 
-def test_nanogpts_characters_are_prepared_again(tmp_path, refused):
+def test_nanogpts_characters_are_prepared_again(tmp_path):
     data_dir = nanogpt_files(tmp_path, train=range(65))
     (tmp_path / "meta.pkl").touch()
-    assert "--files=" in refused(TokenDataset, data_dir, "train", 8)
+    assert "--files=" in error_line(TokenDataset, data_dir, "train", 8)

@@ -204,12 +204,12 @@ def test_chat_models_answer_mmlu_by_letter(tmp_path):
         "mmlu          acc 0.4, acc_stderr 0.2449, chance 0.25, n 5, truncated 0"
 
 
-def test_letters_are_enough_for_26_choices(tmp_path, capsys):
+def test_letters_are_enough_for_26_choices(tmp_path):
     choices = [f"choice {i}" for i in range(27)]
     write_task(tmp_path, "mmlu", [mmlu("q", choices[:26], 25), mmlu("q", choices, 25)])
     [example] = load_examples("mmlu", BYTES, "chat", tmp_path, max_examples=1)
     assert "\nZ. choice 25\n" in BYTES.decode(example["context"][2:-2]) and len(example["choices"]) == 26
-    line = error_line(capsys, load_examples, "mmlu", BYTES, "chat", tmp_path)
+    line = error_line(load_examples, "mmlu", BYTES, "chat", tmp_path)
     assert "mmlu/test.jsonl, line 2: 27 choices" in line
     assert len(load_examples("mmlu", BYTES, "base", tmp_path)[1]["choices"]) == 27  # as texts
 
@@ -344,7 +344,7 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("step 7: arc_easy: no score: the model's logits are not finite")
     # mistakes are found before training
     for mistake in "helaswag", ",", "mmlu,":
-        error_line(capsys, task_hook, model, BYTES, autocast, "base", {**config, "eval_tasks": mistake})
+        error_line(task_hook, model, BYTES, autocast, "base", {**config, "eval_tasks": mistake})
 
 
 # -----------------------------------------------------------------------------
@@ -414,21 +414,21 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("chess", {"question": "1. e4 e5?", "answer": "2. Nf3"}, "its answer does not end with a number"),
     ("chess", {"question": "1 + 1?", "answer": "2 or 3 ..."}, "its answer does not end with a number"),
     ("chess", mmlu("q", ["a", "b"], 1), "some rows have choices and some have none")])
-def test_a_bad_line_is_named(tmp_path, capsys, task, row, expected):
+def test_a_bad_line_is_named(tmp_path, task, row, expected):
     good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1)}.get(task, gsm8k("q", 1))
     write_task(tmp_path, task, [good])
     with open(tmp_path / task / "test.jsonl", "a") as f:
         f.write((row if isinstance(row, str) else json.dumps(row)) + "\n\n")  # empty lines at the end are none
     for stage in ("base", "chat"):
         assert len(load_examples(task, BYTES, stage, tmp_path, max_examples=1)) == 1
-        message = error_line(capsys, load_examples, task, BYTES, stage, tmp_path)
+        message = error_line(load_examples, task, BYTES, stage, tmp_path)
         assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
         assert expected in message and f"the schema of {TASKS.get(task, TASKS['gsm8k'])[0]}" in message
 
 
-def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, capsys, monkeypatch):
+def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, monkeypatch):
     def failure(task, task_dir=None):
-        return error_line(capsys, load_examples, task, BYTES, "base", task_dir)
+        return error_line(load_examples, task, BYTES, "base", task_dir)
 
     error = failure("helaswag")
     assert "task 'helaswag'" in error and "the tasks are hellaswag, arc_easy, arc_challenge, mmlu, gsm8k" in error

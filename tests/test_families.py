@@ -189,7 +189,7 @@ def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path
     assert "model: " in output
 
 
-def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qwen3, tmp_path, capsys):
+def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qwen3, tmp_path):
     """Text needs none of the four chat tokens, and a folder without the template has the same tokenizer."""
     (tmp_path / "text.txt").write_text("some text " * 2000)
     (tmp_path / "plain").mkdir()
@@ -204,7 +204,7 @@ def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qw
     full = {"tokenizer": tokenizer.files, "model_args": {"vocab_size": tokenizer.n_vocab}, "path": "full"}
     check_tokenizer("data", tokenizer, full)
     full["model_args"]["vocab_size"] -= 1
-    assert f"{tokenizer.n_vocab - 1} ids" in error_line(capsys, check_tokenizer, "data", tokenizer, full)
+    assert f"{tokenizer.n_vocab - 1} ids" in error_line(check_tokenizer, "data", tokenizer, full)
 
 
 # -----------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_large_vocabularies_from_text_to_chat(size, tmp_path, talks):
 # -----------------------------------------------------------------------------
 # refusals
 
-def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path, capsys):
+def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path):
     def changed(**settings):
         folder = tmp_path / f"changed{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
@@ -278,7 +278,7 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
 
     template = (qwen3 / "chat_template.jinja").read_text()
     tokenizer = HFTokenizer(read_files(changed(chat_template__jinja=None)))
-    assert "its vocabulary no room" in error_line(capsys, check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
+    assert "its vocabulary no room" in error_line(check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
     assert "does not end it with a special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
     failing = changed(chat_template__jinja="{{ raise_exception('no') }}")
@@ -287,7 +287,7 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path,
     for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:
         folder = changed(**{name.replace(".", "__"): content})
-        line = error_line(capsys, load_checkpoint, folder)
+        line = error_line(load_checkpoint, folder)
         assert line.startswith(f"error: {folder}: not a readable checkpoint") and words in line
 
 
@@ -341,8 +341,7 @@ def test_a_tokenizers_folder_must_be_the_one_that_meta_json_names(tmp_path, qwen
     assert TokenDataset(f"{tmp_path}/data", "val", 8).tokenizer.name == "bytes"
     meta = json.loads((tmp_path / "data/meta.json").read_text())
     (tmp_path / "data/meta.json").write_text(json.dumps({**meta, "tokenizer": "hf-12345678"}))
-    with pytest.raises(SystemExit):
-        TokenDataset(f"{tmp_path}/data", "val", 8)
+    error_line(TokenDataset, f"{tmp_path}/data", "val", 8)
 
 
 def test_thoughts_are_trained_on_where_the_template_keeps_them(qwen3):
@@ -370,7 +369,7 @@ def test_a_template_that_prompts_for_thoughts_trains_the_last_answer(qwen3):
         render_chat(tokenizer, turns("a", "b"))
 
 
-def test_a_special_token_beyond_the_vocabulary_is_left_out(qwen3, tmp_path, capsys):
+def test_a_special_token_beyond_the_vocabulary_is_left_out(qwen3, tmp_path):
     """As the padding of Llama 2's fine-tunes; one that is not special is refused."""
     shutil.copytree(qwen3, tmp_path / "model")
     tokenizer = HFTokenizer(read_files(qwen3))
@@ -381,7 +380,7 @@ def test_a_special_token_beyond_the_vocabulary_is_left_out(qwen3, tmp_path, caps
     assert kept.n_vocab == size and kept.bpe.token_to_id(f"[PAD{size - 1}]") is None
     tokenizer.bpe.add_tokens(["zebra"])
     tokenizer.bpe.save(f"{tmp_path}/model/tokenizer.json")
-    assert "its tokenizer has" in error_line(capsys, load_checkpoint, tmp_path / "model")
+    assert "its tokenizer has" in error_line(load_checkpoint, tmp_path / "model")
 
 
 def test_special_tokens_may_spell_sentencepieces_space(tmp_path):

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from checkpoint import describe_model, load_checkpoint, load_model
-from conftest import TINY, load, new_gpt, read_log, refused, run, save_model, tokens
+from conftest import TINY, error_line, load, new_gpt, read_log, refused, run, save_model, tokens
 from export_hf import to_hf, tokenizer_to_hf
 from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf, import_transformers
 from tokenizer import get_tokenizer
@@ -21,12 +21,10 @@ from tokenizer import get_tokenizer
 import_transformers()  # without its progress bars, which would stand among the errors
 
 
-def load_refused(path, capsys, words):
+def load_refused(path, words):
     """Loading path ends in one line, which names it and matches the words."""
-    with pytest.raises(SystemExit):
-        load_model(path, "cpu")
-    error, = capsys.readouterr().err.splitlines()
-    assert re.match(f"error: {path}: .*{words}", error), error
+    line = error_line(load_model, path, "cpu")
+    assert re.match(f"error: {path}: .*{words}", line), line
 
 
 def new_gpt2(vocab_size=384, **changes):
@@ -69,7 +67,7 @@ def test_openais_layout_is_padded_to_our_vocabulary(tmp_path, capsys):
     assert math.isnan(loaded["val_loss"]) and "nan" not in describe_model(loaded)
 
 
-def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch, capsys):
+def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch):
     new_gpt2().save_pretrained(tmp_path / "hub")
     asked = []
 
@@ -84,12 +82,12 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch, capsys):
     names = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
     assert all(load_checkpoint(name)["path"] == name for name in names)
     assert asked == [f"openai-community/{name}" for name in names]
-    load_refused("gpt2-xl", capsys, "no connection to the hub.*openai-community/gpt2-xl.*a Hugging Face folder")
+    load_refused("gpt2-xl", "no connection to the hub.*openai-community/gpt2-xl.*a Hugging Face folder")
     (tmp_path / "hub/model.safetensors").unlink()
     asked.clear()  # the network is back
-    load_refused("gpt2", capsys, "openai-community/gpt2 has no safetensors on the hub")
+    load_refused("gpt2", "openai-community/gpt2 has no safetensors on the hub")
     (tmp_path / "hub/adapter_config.json").touch()
-    load_refused(tmp_path / "hub", capsys, "it holds PEFT's adapters; merge them")
+    load_refused(tmp_path / "hub", "it holds PEFT's adapters; merge them")
 
 
 @pytest.mark.parametrize("rope", [
@@ -143,12 +141,12 @@ LOGITS = "computes other logits"
     ("llama_mla", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
     ("llama_mla", {"rope_interleave": False}, LOGITS),
 ], ids=str)
-def test_what_model_py_does_not_compute_is_refused(variant, change, words, folders, capsys):
+def test_what_model_py_does_not_compute_is_refused(variant, change, words, folders):
     (folders[variant] / "config.json").write_text(json.dumps({**config_to_hf(new_gpt(variant).config), **change}))
-    load_refused(folders[variant], capsys, words)
+    load_refused(folders[variant], words)
 
 
-def test_a_folder_that_brings_code_does_not_run_it(tmp_path, capsys):
+def test_a_folder_that_brings_code_does_not_run_it(tmp_path):
     new_gpt2().save_pretrained(tmp_path)
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -156,42 +154,40 @@ def test_a_folder_that_brings_code_does_not_run_it(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     load_checkpoint(tmp_path)  # as the GPT-2 that it says it is
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mine"}))
-    load_refused(tmp_path, capsys, "custom code")
+    load_refused(tmp_path, "custom code")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_damaged_or_incomplete_folder_is_refused(tmp_path, capsys):
+def test_a_damaged_or_incomplete_folder_is_refused(tmp_path):
     new_gpt2(50304).save_pretrained(tmp_path)
     tokenizer, weights, config = (tmp_path / name for name in ("tokenizer.json", "model.safetensors", "config.json"))
     tokenizer_to_hf(get_tokenizer("gpt2")).save(str(tokenizer))
     assert load_checkpoint(tmp_path)["tokenizer"] == "gpt2"
     tokenizer.write_text(json.dumps({"model": {"vocab": {"\u0120the": 262}}}))
-    load_refused(tmp_path, capsys, "not a readable checkpoint: .*ModelUntagged")
+    load_refused(tmp_path, "not a readable checkpoint: .*ModelUntagged")
     tokenizer.write_text("{")
-    load_refused(tmp_path, capsys, "Expecting")
+    load_refused(tmp_path, "Expecting")
     tokenizer_to_hf(get_tokenizer("bytes")).save(str(tokenizer))  # not GPT-2's, so the model's own
     assert load_checkpoint(tmp_path)["tokenizer"] == {
         path.name: path.read_text() for path in (tokenizer, tmp_path / "generation_config.json")}
     tokenizer.unlink()
     weights.write_bytes(weights.read_bytes()[:100_000])
-    load_refused(tmp_path, capsys, "Safetensor")
+    load_refused(tmp_path, "Safetensor")
     weights.unlink()
-    load_refused(tmp_path, capsys, "no file named")
+    load_refused(tmp_path, "no file named")
     config.write_text('{"model_type')
-    load_refused(tmp_path, capsys, "not a valid JSON file")
+    load_refused(tmp_path, "not a valid JSON file")
     config.unlink()
-    load_refused(tmp_path, capsys, "config.json.*expected a ckpt.pt of ours or nanoGPT's")
+    load_refused(tmp_path, "config.json.*expected a ckpt.pt of ours or nanoGPT's")
 
 
-def test_our_own_checkpoints_load_without_transformers(tmp_path, capsys, monkeypatch):
+def test_our_own_checkpoints_load_without_transformers(tmp_path, monkeypatch):
     for name in "transformers", "huggingface_hub":
         monkeypatch.setitem(sys.modules, name, None)  # so that importing it fails
     monkeypatch.delitem(sys.modules, "import_hf")
     load_model(save_model(tmp_path, new_gpt("llama")), "cpu")
     (tmp_path / "ckpt.pt").unlink()  # the folder could now be Hugging Face's
-    with pytest.raises(SystemExit):
-        load_checkpoint(tmp_path)
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install transformers" in error_line(load_checkpoint, tmp_path)
 
 
 # -----------------------------------------------------------------------------
@@ -237,9 +233,9 @@ def test_a_run_starts_from_nanogpts_weights(shards, tmp_path):
     assert "without its optimizer" in refused("train_gpt2.py", *small, "--init_from=resume", f"--out_dir={tmp_path}")
 
 
-def test_a_nanogpt_checkpoint_that_does_not_fit_is_refused(tmp_path, capsys):
+def test_a_nanogpt_checkpoint_that_does_not_fit_is_refused(tmp_path):
     _, checkpoint = nanogpt(bias=True)
     for change, words in (dict(n_layer=3), "transformer.h.2"), (dict(vocab_size=65), "65.*50257"):
         checkpoint["model_args"] |= change
         torch.save(checkpoint, tmp_path / "ckpt.pt")
-        load_refused(tmp_path / "ckpt.pt", capsys, words)
+        load_refused(tmp_path / "ckpt.pt", words)

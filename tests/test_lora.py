@@ -81,14 +81,14 @@ def test_merged_equals_unmerged(variant):
     assert a == b
 
 
-def test_targets_name_the_matrices_that_get_an_adapter(capsys):
+def test_targets_name_the_matrices_that_get_an_adapter():
     for variant, targets, expected in (("gpt2", "attn", {"attn.c_attn", "attn.c_proj"}),
                                        ("gpt2", "c_proj", {"attn.c_proj", "mlp.c_proj"}),
                                        ("llama", "q_proj, mlp.up_proj", {"attn.q_proj", "mlp.up_proj"})):
         state = with_adapters(variant, targets)[1].state_dict()
         assert {name.split(".", 3)[3].removesuffix(".lora_A") for name in state if name.endswith("lora_A")} == expected
     for targets, unknown in (("q_proj", "q_proj"), ("c_attn,", ""), ("mlp,lm_head", "lm_head"), ("c", "c")):
-        line = error_line(capsys, with_adapters, "gpt2", targets)
+        line = error_line(with_adapters, "gpt2", targets)
         assert f"--lora_targets={targets}: no matrix {unknown!r}" in line
         assert "expected some of all, attn, attn.c_attn, attn.c_proj, c_attn, c_fc, c_proj, mlp, mlp.c_fc" in line
 
@@ -216,7 +216,7 @@ def test_compiled_equals_eager_without_a_recompile(folder, tuned):
 # ---------------------------------------------------------------------------------------------------
 # the base
 
-def test_a_base_that_is_moved_gone_or_another_one(folder, tuned, tmp_path, monkeypatch, capsys):
+def test_a_base_that_is_moved_gone_or_another_one(folder, tuned, tmp_path, monkeypatch):
     shutil.copytree(folder / "base", tmp_path / "first" / "base")
     monkeypatch.chdir(tmp_path / "first")
     checkpoint = load(tuned[0])
@@ -231,7 +231,7 @@ def test_a_base_that_is_moved_gone_or_another_one(folder, tuned, tmp_path, monke
     other["model"]["transformer.ln_f.weight"][5] += 1e-6
     torch.save(other, "base/ckpt.pt")
     for _ in range(2):
-        line = error_line(capsys, load_checkpoint, "tuned")
+        line = error_line(load_checkpoint, "tuned")
         assert "error: tuned/ckpt.pt" in line and f"{tmp_path}/first/base/ckpt.pt or base/ckpt.pt" in line, line
         assert "other weights" in line
         shutil.rmtree("base", ignore_errors=True)
@@ -275,7 +275,7 @@ def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path, 
     assert same(load_checkpoint(tmp_path / "moved")["model"], merged)
 
 
-def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritten_ones_is_replaced(tmp_path, capsys):
+def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritten_ones_is_replaced(tmp_path):
     first = tuning(tmp_path, 0)
     first.save(0)
     first.lock.release()
@@ -287,14 +287,14 @@ def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritt
     shutil.rmtree(tmp_path / "tuned")
     third = tuning(tmp_path, 2)
     write_checkpoint(tmp_path / "base", load_checkpoint(save_model(tmp_path / "other", new_gpt("llama", 3))))
-    assert "their base is expected in ckpt_base.pt beside it" in error_line(capsys, third.save, 0)
+    assert "their base is expected in ckpt_base.pt beside it" in error_line(third.save, 0)
 
 
-def test_what_adapters_cannot_be_trained_with_is_refused(capsys):
+def test_what_adapters_cannot_be_trained_with_is_refused():
     for optimizer, checkpoint, words in (
             ("muon", {"path": "base"}, ["--optimizer=muon", "lora_rank", "adamw"]),
             ("adamw", {"path": "tuned", "lora": {}}, ["--init_from=tuned", "export_hf.py"])):
-        line = error_line(capsys, Lora, None, {"optimizer": optimizer}, "float32", checkpoint, False)
+        line = error_line(Lora, None, {"optimizer": optimizer}, "float32", checkpoint, False)
         assert all(word in line for word in words), line
 
 

@@ -67,8 +67,8 @@ def test_without_a_number_the_warmup_is_a_tenth_of_the_run_and_at_most_2000_step
     ("wsd", dict(wsd_decay_frac=0.0), ["--wsd_decay_frac=0.0"]),
     ("cosine", dict(min_lr=0.7), ["--min_lr=0.7", "--learning_rate=0.6"]),
 ])
-def test_a_schedule_that_cannot_be_is_refused(capsys, schedule, changes, words):
-    message = error_line(capsys, build_schedule, schedule_config(schedule, **changes), 100)
+def test_a_schedule_that_cannot_be_is_refused(schedule, changes, words):
+    message = error_line(build_schedule, schedule_config(schedule, **changes), 100)
     assert all(word in message for word in words), message
 
 
@@ -101,10 +101,10 @@ def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
         assert lr[id(p)] == pytest.approx(expected), name
 
 
-def test_rates_in_proportion_to_zero_are_refused(capsys):
+def test_rates_in_proportion_to_zero_are_refused():
     gpt = small_gpt("gpt2")
     config = optimizer_config(learning_rate=0.0, embedding_lr=0.1)
-    assert "--learning_rate=0" in error_line(capsys, configure_optimizer, gpt, config)
+    assert "--learning_rate=0" in error_line(configure_optimizer, gpt, config)
     groups = configure_optimizer(gpt, optimizer_config(learning_rate=0.0, weight_decay=0.0)).param_groups
     assert {group["lr"] for group in groups} == {0.0}
 

@@ -46,8 +46,8 @@ def test_settings_left_out_follow_from_the_length_of_the_run(capsys):
     (dict(prune_begin=9, prune_end=5), ["--prune_begin=9", "--prune_end=5"]), (dict(fsdp=True), ["--sparsity=0.5"]),
     (dict(lora_rank=2), ["--sparsity=0.5"]), (dict(prune_by="state", optimizer="muon"), ["--prune_by=state"]),
 ])
-def test_settings_that_exclude_each_other_are_refused(capsys, settings, words):
-    line = error_line(capsys, lambda: new_pruner(small_gpt("gpt2"), 0.5, **settings))
+def test_settings_that_exclude_each_other_are_refused(settings, words):
+    line = error_line(lambda: new_pruner(small_gpt("gpt2"), 0.5, **settings))
     assert all(word in line for word in words), line
 
 
@@ -147,7 +147,7 @@ def test_pruned_weights_stay_pruned_in_the_next_run_if_asked(pruned, shards, tmp
     new_pruner(gpt, 0.6, checkpoint=before)
     for refused in (lambda: new_pruner(gpt, 0.5, checkpoint=before),
                     lambda: take_settings({**before["config"]}, {"sparsity": 0.5}, before)):
-        line = error_line(capsys, refused)
+        line = error_line(refused)
         assert "--sparsity=0.5" in line and "0.6" in line
 
 

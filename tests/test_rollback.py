@@ -89,12 +89,12 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
         assert (guard.optimizer.param_groups[0]["lr"], guard.metrics()["lr_factor"]) == (2 * factor, factor)
 
 
-def test_the_fifth_spike_in_a_row_stops_the_run(saved, capsys):
+def test_the_fifth_spike_in_a_row_stops_the_run(saved):
     guard, _, checkpointer = saved
     for step in (24, 23, 24, 22):
         guard.roll_back(step, checkpointer, Log())
         assert not guard.is_spike(24, 3.0, 1.0)  # not past the last spike
-    line = error_line(capsys, guard.roll_back, 24, checkpointer, None)
+    line = error_line(guard.roll_back, 24, checkpointer, None)
     assert "error: step 24: its loss is a spike, number 5 in a row; resume from" in line
     guard.is_spike(25, 3.0, 1.0)
     guard.roll_back(27, checkpointer, Log())

@@ -108,8 +108,8 @@ def test_interval_and_warmup_are_settings(settings, factors):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(factor * 2e-4), step
 
 
-def test_a_warmup_longer_than_the_interval_is_refused(capsys):
-    line = error_line(capsys, lambda: with_moments(interval=9, warmup=10))
+def test_a_warmup_longer_than_the_interval_is_refused():
+    line = error_line(lambda: with_moments(interval=9, warmup=10))
     assert "--spam_warmup=10: longer than --spam_interval=9" in line
 
 

@@ -50,5 +50,5 @@ def test_sanitize_keeps_text_and_drops_control_characters():
     assert sanitize("\x1b[2J\r\x07\x9b\ud800") == "\ufffd[2J\ufffd\ufffd\ufffd\ufffd"
 
 
-def test_an_unknown_tokenizer_is_refused(capsys):
-    assert "gpt5" in error_line(capsys, get_tokenizer, "gpt5")
+def test_an_unknown_tokenizer_is_refused():
+    assert "gpt5" in error_line(get_tokenizer, "gpt5")

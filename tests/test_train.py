@@ -132,7 +132,7 @@ def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
     assert f"checkpoint: {folder}/ckpt.pt" in done.stdout and not list(Path.cwd().glob("None*"))
 
 
-def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path, monkeypatch, capsys):
+def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("atexit.register", lambda function: pytest.fail("it would be removed"))
     for environment, name in (({}, f"run-{os.getpid()}"), ({"RANK": "0"}, f"run-{os.getppid()}-None")):
@@ -140,7 +140,7 @@ def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path,
         with monkeypatch.context() as patch:
             for key, value in environment.items():
                 patch.setenv(key, value)
-            assert f"{name}" in error_line(capsys, make_temporary_folder)
+            assert f"{name}" in error_line(make_temporary_folder)
 
 
 def test_each_step_drops_other_units(tmp_path):
@@ -233,7 +233,7 @@ def test_without_a_compiler_it_runs_uncompiled_with_a_warning(tmp_path, monkeypa
         assert compile_options(config, CPU) is None
     assert re.search(r"WARNING: torch.compile cannot work here \(.*No working C\+\+ compiler", capsys.readouterr().out)
     for backend in ("fastest", "cudagraphs"):
-        line = error_line(capsys, compile_options, {**config, "compile_backend": backend}, CPU)
+        line = error_line(compile_options, {**config, "compile_backend": backend}, CPU)
         assert f"--compile_backend={backend}: " in line and "inductor" in line and "cudagraphs" not in line[40:]
 
 
@@ -356,9 +356,9 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
             (resume, {"n_layer": 3}, "--n_layer=3: the model in"), (resume, {"arch": "llama"}, "--arch=llama: "),
             (resume, {"max_seq_len": 16}, "--max_seq_len=16: "), (begin, {"max_seq_len": 64}, "has 32 positions"),
             (begin, {"n_head": 4}, "--n_head=4: the model in"), (resume, {"teacher": "gpt2"}, "--teacher=gpt2: ")):
-        assert words in error_line(capsys, lambda: function(**overrides))
+        assert words in error_line(lambda: function(**overrides))
     weights = save_model(tmp_path, small_gpt("gpt2"), stage="base")
-    assert "a model without its optimizer" in error_line(capsys, lambda: resume(out_dir=str(weights.parent)))
+    assert "a model without its optimizer" in error_line(lambda: resume(out_dir=str(weights.parent)))
 
 
 def test_data_of_another_tokenizer_is_refused(shards, trained, tmp_path):
@@ -386,8 +386,8 @@ def test_ranks_that_find_different_checkpoints_are_refused(shards, trained, tmp_
     assert "rank 0 with {'step': 20" in output and "rank 1 with {'step': None" in output
 
 
-def test_ranks_that_do_not_divide_the_micro_batches_are_refused(capsys):
-    line = error_line(capsys, local_grad_accum_steps, 3, 2)
+def test_ranks_that_do_not_divide_the_micro_batches_are_refused():
+    line = error_line(local_grad_accum_steps, 3, 2)
     assert "--gradient_accumulation_steps=3: expected a multiple of 2, the number of ranks" in line
 
 
@@ -440,7 +440,7 @@ def test_50_skipped_steps_end_the_run_only_in_a_row(shards, tmp_path, capsys):
     for i in [*range(49), *range(50, 99)]:
         log.skip(i, "")
     assert capsys.readouterr().out == "" and log.skipped == 98  # without a cause, as of float16, it says nothing
-    assert "step 99: 50 steps in a row were skipped" in error_line(capsys, log.skip, 99, "")
+    assert "step 99: 50 steps in a row were skipped" in error_line(log.skip, 99, "")
 
 
 def test_a_recompile_is_loud(shards, tmp_path, capsys):
@@ -482,10 +482,10 @@ features.change_training = change_training
 # the machine
 
 
-def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_can_show(monkeypatch, capsys):
+def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_can_show(monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     for device in ("tpu", "cuda:7", "meta"):
-        assert f"--device={device}: " in error_line(capsys, init_process, device)
+        assert f"--device={device}: " in error_line(init_process, device)
     terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
     assert init_process("cpu") == (0, 1, CPU)
