@@ -3,6 +3,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -110,8 +111,6 @@ def test_best_fit_places_each_item_once_and_no_row_overflows(lengths):
     rows = best_fit([np.full((2, n), i) for i, n in enumerate(lengths)], 64)
     used = [sum(pair.shape[1] for pair in row) for row in rows]
     assert sorted(pair[0, 0] for row in rows for pair in row) == list(range(len(lengths))) and max(used) <= 64
-    # Johnson: at most 11/9 of the least number of rows, and one more
-    assert len(rows) <= 11 / 9 * -(-sum(lengths) // 64) + sum(length > 21 for length in lengths) / 2 + 1
     assert len(rows) == 1 or sum(sorted(used)[:2]) > 64  # or the two emptiest would share a row
 
 
@@ -340,8 +339,8 @@ def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     assert "40 conversations in" in text and "  4 skipped: a message is empty (the first:" in text
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
-    message = error_line(build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
-    assert all(words in message for words in ("b.jsonl:1: none of its 0", "a message is empty", "its roles are not"))
+    line = error_line(build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
+    assert re.search("b.jsonl:1: none of its 0.*a message is empty.*its roles are not", line), line
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken
     assert "1 conversations" in text and "2 skipped: " in text and "line 2" in text
@@ -351,19 +350,19 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     chats = some_chats(tmp_path)
     one, empty = jsonl(tmp_path / "one.jsonl", [turns("q", "a")]), jsonl(tmp_path / "empty.jsonl", [])
     for data, val_data, words in [
-        ("", None, ["--data", "''", "expected .json"]), (f"{chats},", None, ["''", "expected .json"]),
-        (f"{chats}:-1", None, ["chats.jsonl:-1'", "SOURCE:WEIGHT"]), (f"{chats}:0", None, ["chats.jsonl:0", "weight"]),
-        ("nowhere.jsonl", None, ["--data", "nowhere.jsonl", "no such file"]),
-        (chats, "nowhere.jsonl", ["--val_data", "nowhere.jsonl", "no such file"]),
-        (tmp_path, None, [str(tmp_path), "IsADirectoryError"]),
-        ("/nowhere/deep/typo.json", None, ["typo.json", "no such file"]),
-        (empty, None, ["empty.jsonl", "none of its 0 usable conversations"]),
-        (f"{chats},{one}:0.01", chats, ["--data", "one.jsonl:0.01", "none of its 1 usable", "raise its weight"]),
-        (chats, f"{one}:0.01", ["--val_data", "one.jsonl:0.01"]),
-        (one, None, ["--data", "one.jsonl", "none of its 1 usable", "--val_data"]),  # it is held out
+        ("", None, "--data.*''.*expected .json"), (f"{chats},", None, "''.*expected .json"),
+        (f"{chats}:-1", None, "chats.jsonl:-1'.*SOURCE:WEIGHT"), (f"{chats}:0", None, "chats.jsonl:0.*weight"),
+        ("nowhere.jsonl", None, "--data.*nowhere.jsonl.*no such file"),
+        (chats, "nowhere.jsonl", "--val_data.*nowhere.jsonl.*no such file"),
+        (tmp_path, None, f"{tmp_path}.*IsADirectoryError"),
+        ("/nowhere/deep/typo.json", None, "typo.json.*no such file"),
+        (empty, None, "empty.jsonl.*none of its 0 usable conversations"),
+        (f"{chats},{one}:0.01", chats, "--data.*one.jsonl:0.01.*none of its 1 usable.*raise its weight"),
+        (chats, f"{one}:0.01", "--val_data.*one.jsonl:0.01"),
+        (one, None, "--data.*one.jsonl.*none of its 1 usable.*--val_data"),  # it is held out
     ]:
-        message = error_line(build, tmp_path / "rows", data, val_data)
-        assert all(word in message for word in words), message
+        line = error_line(build, tmp_path / "rows", data, val_data)
+        assert re.search(words, line), line
     assert "--chat_dir" in error_line(build, chats, chats)  # a file, where the folder should be
     monkeypatch.setenv("LOCAL_RANK", "1")  # prints if it was the one to tokenize
     (tmp_path / "half.json").write_text("[1")

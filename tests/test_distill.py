@@ -1,5 +1,6 @@
 """Distillation: the loss against its plain formula, the cache against the live teacher, both loops with either."""
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -186,15 +187,15 @@ def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys):
 
 
 @pytest.mark.parametrize("settings, words", [
-    (dict(max_seq_len=17), ["--max_seq_len=17", "16 positions"]),
-    (dict(tokenizer="gpt2"), ["t.pt", "gpt2 tokens", "bytes"]),
-    (dict(teacher_cache=384), ["--teacher_cache=384", "less than", "384"]),
-    (dict(learn_temperature=True, fsdp=True), ["--learn_temperature=True"]),
-    (dict(checkpoint={"teacher": {"digest": "x"}, "path": "o/ckpt.pt"}), ["--teacher=", "another", "=o/ckpt.pt"]),
+    (dict(max_seq_len=17), "--max_seq_len=17.*16 positions"),
+    (dict(tokenizer="gpt2"), "has bytes tokens.*t.pt has gpt2 tokens"),
+    (dict(teacher_cache=384), "--teacher_cache=384.*less than.*384"),
+    (dict(learn_temperature=True, fsdp=True), "--learn_temperature=True"),
+    (dict(checkpoint={"teacher": {"digest": "x"}, "path": "o/ckpt.pt"}), "--teacher=.*another.*=o/ckpt.pt"),
 ])
 def test_a_teacher_that_does_not_fit_is_refused(distill_into, settings, words):
     line = error_line(distill_into, **settings)
-    assert all(word in line for word in words), line
+    assert re.search(words, line), line
 
 
 # -----------------------------------------------------------------------------

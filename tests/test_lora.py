@@ -1,6 +1,7 @@
 """LoRA: adapters against their formula, merged against unmerged, and runs whose checkpoints hold adapters alone."""
 import copy
 import os
+import re
 import shutil
 from dataclasses import asdict
 
@@ -292,10 +293,10 @@ def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritt
 
 def test_what_adapters_cannot_be_trained_with_is_refused():
     for optimizer, checkpoint, words in (
-            ("muon", {"path": "base"}, ["--optimizer=muon", "lora_rank", "adamw"]),
-            ("adamw", {"path": "tuned", "lora": {}}, ["--init_from=tuned", "export_hf.py"])):
+            ("muon", {"path": "base"}, "--optimizer=muon.*lora_rank.*adamw"),
+            ("adamw", {"path": "tuned", "lora": {}}, "--init_from=tuned.*export_hf.py")):
         line = error_line(Lora, None, {"optimizer": optimizer}, "float32", checkpoint, False)
-        assert all(word in line for word in words), line
+        assert re.search(words, line), line
 
 
 # -----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The schedule against torch's own, the parameter groups, and Muon against its formula."""
 import math
+import re
 
 import pytest
 import torch
@@ -61,15 +62,15 @@ def test_without_a_number_the_warmup_is_a_tenth_of_the_run_and_at_most_2000_step
 
 
 @pytest.mark.parametrize("schedule, changes, words", [
-    ("cosine", dict(warmup_iters=101), ["--warmup_iters=101", "at most 100 steps"]),
-    ("constant", dict(warmup_iters=101), ["--warmup_iters=101", "at most 100 steps"]),
-    ("wsd", dict(warmup_iters=81), ["--warmup_iters=81", "at most 80 steps"]),
-    ("wsd", dict(wsd_decay_frac=0.0), ["--wsd_decay_frac=0.0"]),
-    ("cosine", dict(min_lr=0.7), ["--min_lr=0.7", "--learning_rate=0.6"]),
+    ("cosine", dict(warmup_iters=101), "--warmup_iters=101.*at most 100 steps"),
+    ("constant", dict(warmup_iters=101), "--warmup_iters=101.*at most 100 steps"),
+    ("wsd", dict(warmup_iters=81), "--warmup_iters=81.*at most 80 steps"),
+    ("wsd", dict(wsd_decay_frac=0.0), "--wsd_decay_frac=0.0"),
+    ("cosine", dict(min_lr=0.7), "--min_lr=0.7.*--learning_rate=0.6"),
 ])
 def test_a_schedule_that_cannot_be_is_refused(schedule, changes, words):
-    message = error_line(build_schedule, schedule_config(schedule, **changes), 100)
-    assert all(word in message for word in words), message
+    line = error_line(build_schedule, schedule_config(schedule, **changes), 100)
+    assert re.search(words, line), line
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 """Pruning: the ramp and the scores against their formulas, the counts to the weight, and runs."""
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -43,12 +45,12 @@ def test_settings_left_out_follow_from_the_length_of_the_run(capsys):
 
 
 @pytest.mark.parametrize("settings, words", [
-    (dict(prune_begin=9, prune_end=5), ["--prune_begin=9", "--prune_end=5"]), (dict(fsdp=True), ["--sparsity=0.5"]),
-    (dict(lora_rank=2), ["--sparsity=0.5"]), (dict(prune_by="state", optimizer="muon"), ["--prune_by=state"]),
+    (dict(prune_begin=9, prune_end=5), "--prune_begin=9.*--prune_end=5"), (dict(fsdp=True), "--sparsity=0.5"),
+    (dict(lora_rank=2), "--sparsity=0.5"), (dict(prune_by="state", optimizer="muon"), "--prune_by=state"),
 ])
 def test_settings_that_exclude_each_other_are_refused(settings, words):
-    line = error_line(lambda: new_pruner(small_gpt("gpt2"), 0.5, **settings))
-    assert all(word in line for word in words), line
+    line = error_line(new_pruner, small_gpt("gpt2"), 0.5, **settings)
+    assert re.search(words, line), line
 
 
 def test_an_end_that_was_missed_is_made_up_for():
