@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint import check_chat_format, check_tokenizer, load_checkpoint, load_model
-from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
+from conftest import ROOT, check_close, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
 from dataloader import TokenDataset
 from export_hf import export
 from families import FAMILIES, write_family
@@ -154,8 +154,7 @@ def test_two_ranks_train_the_model_of_one_and_nothing_is_recompiled(qwen3, talks
     args = [*RUN, f"--init_from={qwen3}", f"--data={talks}", f"--chat_dir={tmp_path}/chat", "--max_iters=5"]
     run("chat_sft.py", *args, "--compile=True", f"--out_dir={tmp_path}/one")
     run("chat_sft.py", *args, "--compile=False", f"--out_dir={tmp_path}/two", ranks=2)
-    one, two = (read_log(tmp_path / name, "train_loss", "recompiles") for name in ("one", "two"))
-    assert one == pytest.approx(two, rel=1e-4) and one["recompiles", 5] == 0
+    check_close(tmp_path / "one", tmp_path / "two", "train_loss", "recompiles", rel=1e-4)
 
 
 def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path):

@@ -10,9 +10,9 @@ import torch
 from torch.func import functional_call
 
 from checkpoint import Checkpointer, fingerprint, load_base, load_checkpoint, load_model, write_checkpoint
-from conftest import (COMPILED, SFT, chats, check_compiled, check_losses_of_a_cpu, check_resumed, error_line,
-                      extra_flags, jsonl, load, needs_gpu, new_gpt, optimizer_config, read_log, refused, run, same,
-                      save_model, tokens, turns)
+from conftest import (COMPILED, SFT, chats, check_close, check_compiled, check_losses_of_a_cpu, check_resumed,
+                      error_line, extra_flags, jsonl, load, needs_gpu, new_gpt, optimizer_config, read_log, refused,
+                      run, same, save_model, tokens, turns)
 from extras.lora import Adapters, Lora, add_adapters
 from families import write_family
 from import_hf import load_hf
@@ -198,11 +198,8 @@ def test_two_ranks_interrupted_train_the_adapters_of_one(folder, tuned, tmp_path
     for steps in (5, 10):
         run("chat_sft.py", *args(folder, "none", *flags, f"--out_dir={tmp_path}", f"--max_iters={steps}", "--min_lr=0",
                                  "--lr_decay_iters=10", f"--init_from=auto:{folder}/base"), ranks=2)
-    one, two = (read_log(out_dir, "train_loss", "val_loss", "grad_norm") for out_dir in (tuned[0], tmp_path))
-    assert one.keys() == two.keys() and all(one[key] == pytest.approx(two[key], abs=1e-4) for key in one)
-    one, two = load(tuned[0]), load(tmp_path)
-    assert one["model"].keys() == two["model"].keys()
-    assert one["optimizer"]["state"].keys() == two["optimizer"]["state"].keys()
+    check_close(tuned[0], tmp_path, "train_loss", "val_loss", "grad_norm", abs=1e-4)
+    assert load(tuned[0])["optimizer"]["state"].keys() == load(tmp_path)["optimizer"]["state"].keys()
 
 
 @pytest.mark.slow
