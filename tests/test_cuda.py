@@ -1,7 +1,6 @@
 """
-The base path on a GPU against the same on a CPU; skipped where there is none. python -m pytest -n 4 -k "cuda or gpu"
-adds decoding and the extras, takes some minutes there and needs neither a network nor datasets; -s prints the
-differences.
+The base path and the extras on a GPU against the same on a CPU; skipped where there is none. python -m pytest -n 4
+-k cuda adds decoding, takes some minutes there and needs neither a network nor datasets; -s prints the differences.
 """
 from itertools import cycle
 
@@ -13,6 +12,7 @@ from conftest import (COMPILED, GPU, LLAMA, MLA, SFT, TINY, VARIANTS, chats, che
 from distributed import make_autocast
 
 pytestmark = needs_gpu
+FSDP = extra_flags(fsdp=["--fsdp=True"])
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 5e-3}
 ROWS = {"causal": {},
         "packed": {name: value.expand(2, *value.shape[1:]) for name, value in packed([20, 1, 27]).items()}}
@@ -73,14 +73,20 @@ def test_compiled_equals_eager(variant, rows):
     (MLA, [*COMPILED, "--compile_mode=reduce-overhead"], 2e-3),
     ([*LLAMA, "--optimizer=muon"], [*COMPILED, "--compile_mode=max-autotune"], 3e-2),
     ([], [*COMPILED, "--recompute=True"], 2e-3),
+    (extra_flags(prune=["--sparsity=0.7", "--prune_begin=2", "--prune_end=13"]), COMPILED, 2e-3),
+    (extra_flags(spam=["--optimizer=adamw_spam", "--spam_interval=7"]), COMPILED, 2e-3),  # two resets in 20 steps
 ], ids=["eager", "compiled", "llama_bfloat16", "float16", "muon_float16", "mla_reduce_overhead", "muon_max_autotune",
-        "recompute"])
+        "recompute", "prune", "spam"])
 def test_a_run_has_the_losses_of_a_cpu(shards, tmp_path, model, flags, tolerance):
     check_losses_of_a_cpu("train_gpt2.py", [*TINY, *model, f"--data_dir={shards}"], flags, tolerance, tmp_path)
 
 
-def test_a_rank_has_the_losses_of_a_cpu(shards, tmp_path):
-    check_losses_of_a_cpu("train_gpt2.py", [*TINY, f"--data_dir={shards}"], COMPILED, 2e-3, tmp_path, nccl=True)
+@pytest.mark.parametrize("model, flags, tolerance", [
+    ([], [], 2e-3), ([], FSDP, 2e-3), ([*LLAMA, "--optimizer=muon"], [*FSDP, "--dtype=bfloat16"], 3e-2)],
+    ids=["ddp", "fsdp", "fsdp_muon_bfloat16"])
+def test_a_rank_has_the_losses_of_a_cpu(shards, tmp_path, model, flags, tolerance):
+    check_losses_of_a_cpu("train_gpt2.py", [*TINY, *model, f"--data_dir={shards}"], [*COMPILED, *flags], tolerance,
+                          tmp_path, nccl=True)
 
 
 @pytest.mark.parametrize("flags", [["--dropout=0.1"], [*COMPILED, "--dtype=float16"], [*COMPILED, "--optimizer=muon"]],
@@ -102,7 +108,8 @@ def test_resumed_equals_uninterrupted_as_far_as_a_repeated_run_does(shards, tmp_
     assert resumed < 10 * repeated
 
 
-@pytest.mark.parametrize("flags", [[], ["--pack=False"]], ids=["packed", "padded"])
+@pytest.mark.parametrize("flags", [[], ["--pack=False"], extra_flags(lora=["--lora_rank=4"])],
+                         ids=["packed", "padded", "lora"])
 def test_chat_tuning_has_the_losses_of_a_cpu(trained, tmp_path, flags):
     args = [*SFT, *flags, f"--init_from={trained}", f"--data={chats(tmp_path / 'chats.jsonl')}"]
     check_losses_of_a_cpu("chat_sft.py", args, [*COMPILED, "--dtype=bfloat16"], 2e-2, tmp_path)

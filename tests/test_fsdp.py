@@ -4,8 +4,8 @@ import json
 import pytest
 import torch
 
-from conftest import (COMPILED, LLAMA, MLA, SFT, TINY, chats, check_close, check_losses_of_a_cpu, check_resumed,
-                      error_line, extra_flags, fail_writes, load, needs_gpu, optimizer_config, patched, run, small_gpt)
+from conftest import (MLA, SFT, TINY, chats, check_close, check_resumed, error_line, extra_flags, fail_writes, load,
+                      optimizer_config, patched, run, small_gpt)
 from extras.fsdp import ShardedModel, ShardedOptimizer, apply_fsdp
 from optim import configure_optimizer
 
@@ -125,11 +125,3 @@ def test_a_sharded_teacher_is_the_teacher(shards, trained, tmp_path):
         run("train_gpt2.py", *args, flag, f"--out_dir={tmp_path}/{i}", ranks=2)
         check_close(tmp_path / "whole", tmp_path / str(i), "train_loss", "ce_loss", "kl_loss", "agreement",
                     "temperature", "val_loss", "grad_norm", abs=1e-4)
-
-
-@needs_gpu
-@pytest.mark.parametrize("model, flags, tolerance", [
-    ([], [], 2e-3), ([*LLAMA, "--optimizer=muon"], ["--dtype=bfloat16"], 3e-2)], ids=["gpt2", "muon_bfloat16"])
-def test_a_rank_on_a_gpu_has_the_losses_of_a_cpu(shards, tmp_path, model, flags, tolerance):
-    check_losses_of_a_cpu("train_gpt2.py", [*TINY, *model, f"--data_dir={shards}"],
-                          [*COMPILED, "--fsdp=True", *flags], tolerance, tmp_path, nccl=True)

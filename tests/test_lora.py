@@ -10,9 +10,8 @@ import torch
 from torch.func import functional_call
 
 from checkpoint import Checkpointer, fingerprint, load_base, load_checkpoint, load_model, write_checkpoint
-from conftest import (COMPILED, SFT, chats, check_close, check_compiled, check_losses_of_a_cpu, check_resumed,
-                      error_line, extra_flags, jsonl, load, needs_gpu, new_gpt, optimizer_config, read_log, refused,
-                      run, same, save_model, tokens, turns)
+from conftest import (COMPILED, SFT, check_close, check_compiled, check_resumed, error_line, extra_flags, jsonl, load,
+                      new_gpt, optimizer_config, read_log, refused, run, same, save_model, tokens, turns)
 from extras.lora import Adapters, Lora, add_adapters
 from families import write_family
 from import_hf import load_hf
@@ -333,9 +332,3 @@ def test_a_name_on_the_hub_is_a_model_and_a_base_of_adapters(tmp_path, monkeypat
     with pytest.raises(SystemExit):
         load_checkpoint("out/ckpt.pt")
     assert len(asked) == 2  # a missing file of ours is not searched for there
-
-
-@needs_gpu
-def test_a_run_on_a_gpu_has_the_losses_of_a_cpu(trained, tmp_path):
-    args = [*SFT, "--lora_rank=4", f"--init_from={trained}", f"--data={chats(tmp_path / 'chats.jsonl')}"]
-    check_losses_of_a_cpu("chat_sft.py", args, [*COMPILED, "--dtype=bfloat16"], 2e-2, tmp_path)

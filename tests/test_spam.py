@@ -2,8 +2,7 @@
 import pytest
 import torch
 
-from conftest import (COMPILED, TINY, check_losses_of_a_cpu, error_line, needs_gpu, optimizer_config, poisoned,
-                      read_log, run, small_gpt)
+from conftest import TINY, error_line, optimizer_config, poisoned, read_log, run, small_gpt
 from extras.spam import spam_hook
 from optim import configure_optimizer, set_lr
 
@@ -130,9 +129,3 @@ def test_it_clips_what_noise_brings(tmp_path):
     adamw, clipped = logs
     assert all(adamw[key] == clipped[key] for key in adamw if key != ("grad_norm", 26))
     assert clipped["grad_norm", 26] < 0.9 * adamw["grad_norm", 26]
-
-
-@needs_gpu
-def test_a_run_on_a_gpu_has_the_losses_of_a_cpu(shards, tmp_path):
-    args = [*TINY, "--optimizer=adamw_spam", "--spam_interval=7", f"--data_dir={shards}"]  # two resets in 20 steps
-    check_losses_of_a_cpu("train_gpt2.py", args, COMPILED, 2e-3, tmp_path)
