@@ -311,6 +311,19 @@ def one_line_or_works(function):
             assert end.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
 
 
+class Entry:
+    """One more thing in a checkpoint."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return self.value
+
+    def load_state_dict(self, value):
+        self.value = value
+
+
 def poisoned(folder, steps, seed=1337):
     """Shards in which the rows of these steps of TINY's run are noise."""
     data = write_shards(folder)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint import Checkpointer
-from conftest import TINY, error_line, extra_flags, load, poisoned, read_log, run, same
+from conftest import TINY, Entry, error_line, extra_flags, load, poisoned, read_log, run, same
 from extras.rollback import SpikeGuard
 from log import Logger
 from model import GPTConfig
@@ -28,19 +28,6 @@ def test_a_spike_is_a_multiple_of_the_average_from_the_50th_step_on(changes, spi
     assert [i for i, step in enumerate(zip(losses, norms)) if guard.is_spike(i, *step)] == spikes
 
 
-class Value:
-    """An entry of a checkpoint."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
 class Log:
     """What a rollback needs of a Logger."""
     forget_losses = Logger.forget_losses
@@ -55,13 +42,13 @@ class Log:
 @pytest.fixture
 def saved(tmp_path):
     """A guard, the entries that it rolls back, and their Checkpointer, with checkpoints of steps 10 and 20."""
-    guard, entries = new_guard(), {key: Value(0) for key in ("model", "optimizer", "rows_seen")}
+    guard, entries = new_guard(), {key: Entry(None) for key in ("model", "optimizer", "rows_seen")}
     facts = dict(model_args=asdict(GPTConfig()), config={}, tokenizer="bytes", data="", stage="base")
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     checkpointer = Checkpointer(tmp_path, {**entries, "scaler": scaler, "health": guard}, facts)
     for step in (10, 20, 25):
         for entry in entries.values():
-            entry.value = step
+            entry.value = {"step": step}
         if step < 25:
             checkpointer.save(step)
     checkpointer.state["scaler"] = torch.amp.GradScaler("cpu")  # a run that was resumed with another precision
@@ -78,10 +65,10 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
     guard.stats |= {"loss": 1.0, "norm": 1.0, "steps": 80}  # of weights that are gone
     assert guard.roll_back(25, checkpointer, log) == step
     assert guard.stats["steps"] == 0 and (log.mean_loss, log.mean_weight) == (0, 0)
-    assert {key: entry.value for key, entry in entries.items()} == {"model": step, "optimizer": step, "rows_seen": 25}
+    assert [entry.value["step"] for entry in entries.values()] == [step, step, 25]
     assert log.events == [(step, {"event": "rollback"})] and guard.metrics()["rollbacks"] == 1
     checkpoint = load(tmp_path)  # a run that is resumed from it continues after the spike
-    assert (checkpoint["iter_num"], checkpoint["rows_seen"]["value"]) == (step, 25)
+    assert (checkpoint["iter_num"], checkpoint["rows_seen"]["step"]) == (step, 25)
     assert checkpoint["health"]["faults"] == 1 and load(tmp_path, "ckpt_prev.pt")["iter_num"] == 10
     for iter_num, factor in ((step + 99, 0.5), (step + 100, 1.0)):
         guard.optimizer.param_groups[0]["lr"] = 2.0
