@@ -173,15 +173,12 @@ def test_each_file_is_read_once_and_empty_documents_are_skipped(tmp_path):
 
 
 def test_zst_needs_no_other_package_and_a_truncated_file_is_refused(tmp_path):
-    for name, parts in ("a.jsonl.zst", [jsonl(DOCUMENTS[:70]), jsonl(DOCUMENTS[70:100])]), ("b.txt.zst", [b"a text"]):
-        with pyarrow.OSFile(f"{tmp_path}/{name}", "wb") as file:
-            for part in parts:  # two frames, as pzstd and cat make them
-                file.write(pyarrow.compress(part, "zstd", asbytes=True))
+    whole = b"".join(pyarrow.compress(jsonl(documents), "zstd", asbytes=True)  # two frames, as pzstd and cat make them
+                     for documents in (DOCUMENTS[:70], DOCUMENTS[70:100]))
+    (tmp_path / "a.jsonl.zst").write_bytes(whole)
     prepare(tmp_path, "--files=a.jsonl.zst", "--tokenizer=bytes", "--val_tokens=10")
     assert all_tokens(tmp_path / "data/files") == bytes_tokens(DOCUMENTS[:100])
-    prepare(tmp_path, "--files=b.txt.zst", "--tokenizer=bytes", "--val_tokens=3", "--data_dir=text")
-    assert all_tokens(tmp_path / "text") == bytes_tokens(["a text"])
-    (tmp_path / "a.jsonl.zst").write_bytes((tmp_path / "a.jsonl.zst").read_bytes()[:-9])
+    (tmp_path / "a.jsonl.zst").write_bytes(whole[:-9])
     assert "Truncated" in refusal(tmp_path, "--files=a.jsonl.zst", "--tokenizer=bytes", "--data_dir=cut")
 
 
@@ -473,12 +470,10 @@ def test_an_unreadable_file_is_named(tmp_path):
     (tmp_path / "folder.parquet").mkdir()
     for name, content in (("junk.parquet", b"junk" * 100), ("empty.jsonl", b""),
                           ("packed.parquet.gz", gzip.compress((tmp_path / "good.parquet").read_bytes())),
-                          ("broken.jsonl", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n'),
-                          ("cut.jsonl.gz", gzip.compress(jsonl(DOCUMENTS))[:-20]), ("folder.parquet", None)):
+                          ("folder.parquet", None)):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        line = refusal(tmp_path, f"--files={name}", "--tokenizer=bytes", "--val_tokens=1")
-        assert f"--files={name}" in line and ("JSON" in line) == (name == "broken.jsonl")
+        assert f"--files={name}" in refusal(tmp_path, f"--files={name}", "--tokenizer=bytes", "--val_tokens=1")
     assert not list((tmp_path / "data/files").glob("*.bin"))
 
 
