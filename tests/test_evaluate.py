@@ -263,22 +263,12 @@ def test_answers_are_generated_until_the_model_stops(tmp_path):
 
 
 def test_a_base_models_next_question_is_not_its_answer(tmp_path, monkeypatch):
-    write_task(tmp_path, "gsm8k", [gsm8k("one", 1), gsm8k("two", 2), gsm8k("three", 3)])
-    says = {"one": "It is 1.\nQuestion: what is 8?\nAnswer: #### 8", "two": "#### 2", "three": "I do not know"}
-
-    def generate(model, prompts, max_new_tokens, **_):
-        texts = [next(says[q] for q in says if q in decode_chat(BYTES, ids)) for ids in prompts]
-        for i in range(max(map(len, texts))):
-            yield [text.encode()[i] if i < len(text) else None for text in texts]
-
-    monkeypatch.setattr(evaluate, "generate", generate)
-    for stage, acc in (("base", 2 / 3), ("chat", 1 / 3)):
-        examples = load_examples("gsm8k", BYTES, stage, tmp_path)
-        result = score(bigram_model(chain()), BYTES, stage, examples, batch_size=2)
-        first, number = ("It is 1.\n", 1) if stage == "base" else (says["one"], 8)
-        assert [answer["text"] for answer in result["examples"]] == [first, says["two"], says["three"]]
-        assert [answer["predicted"] for answer in result["examples"]] == [number, 2, None]
-        assert result["acc"] == acc
+    says = "It is 1.\nQuestion: what is 8?\nAnswer: #### 8"
+    monkeypatch.setattr(evaluate, "generate", lambda *_, **__: ([token] for token in says.encode()))
+    write_task(tmp_path, "gsm8k", [gsm8k("one", 1)])
+    for stage, text, number in (("base", "It is 1.\n", 1), ("chat", says, 8)):
+        [answer] = score(random_model(), BYTES, stage, load_examples("gsm8k", BYTES, stage, tmp_path))["examples"]
+        assert (answer["text"], answer["predicted"]) == (text, number)
 
 
 # -----------------------------------------------------------------------------
@@ -329,10 +319,7 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     model.transformer.h[0].compile(backend=backend)
     hook = task_hook(model, BYTES, autocast, "base", config)
     some, everything = hook(5, False), hook(10, True)
-    keys = {f"{task}_{key}" for task in ("arc_easy", "mmlu")
-            for key in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "chance", "n", "truncated")}
-    assert some.keys() == everything.keys() == keys and dtypes == {torch.bfloat16}
-    assert model.training  # restored, and no dropout meanwhile
+    assert dtypes == {torch.bfloat16} and model.training  # restored, and no dropout meanwhile
     assert [values[f"{task}_n"] for values in (some, everything) for task in ("arc_easy", "mmlu")] == [64, 1, 130, 1]
     with autocast, torch.compiler.set_stance("force_eager"):
         examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=64)
