@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 import model as model_module
 from chat_data import packed_mask_and_positions
-from conftest import TINY, chats, check_close, check_same_run, error_line, load, read_log, refused, run, same
+from conftest import (TINY, chats, check_close, check_same_run, error_line, load, new_gpt, read_log, refused, run,
+                      same, save_model)
 from dataloader import BatchLoader, TokenDataset
 from extras import distill
 from extras.distill import Distillation, TeacherCache, distill_loss, encode_top_k
-from model import GPT, GPTConfig, IGNORE
+from model import GPT, IGNORE
 
 N, C, V = 21, 12, 40  # in chunks of 8, the last one not full
 
@@ -110,18 +111,11 @@ def test_large_ids_and_a_teacher_that_is_sure(vocab_size):
 @pytest.fixture
 def distill_into(shards, tmp_path):
     """Makes a small GPT, its loader, another GPT that is its teacher, and the Distillation."""
-    def new(dtype="float32", n_rows=8, checkpoint=None, max_seq_len=16, tokenizer="bytes", **settings):
-        torch.manual_seed(settings.pop("seed", 0))
-        teacher, gpt = (GPT(GPTConfig(n_layer=1, n_head=2, n_embd=width, max_seq_len=16, vocab_size=384))
-                        for width in (24, 16))
-        for p in teacher.parameters():
-            p.data *= 3  # it is sure of itself
-        torch.save({"model": teacher.state_dict(), "model_args": vars(teacher.config), "tokenizer": tokenizer,
-                    "config": {}, "stage": "base", "iter_num": 0, "val_loss": math.nan, "val_iter": 0},
-                   tmp_path / "t.pt")
-        config = {"teacher": f"{tmp_path}/t.pt", "teacher_weight": 0.7, "teacher_temperature": 2.0, "fsdp": False,
-                  "learn_temperature": False, "shard_teacher": False, "teacher_cache": 0, "batch_size": 2,
-                  "gradient_accumulation_steps": 2, "eval_interval": 1, **settings}
+    def new(dtype="float32", n_rows=8, checkpoint=None, max_seq_len=16, tokenizer="bytes", seed=0, **settings):
+        teacher, gpt = (new_gpt("gpt2", seed, n_layer=1, n_head=2, n_embd=width, max_seq_len=16) for width in (24, 16))
+        config = {"teacher": str(save_model(tmp_path, teacher, tokenizer)), "teacher_weight": 0.7,
+                  "teacher_temperature": 2.0, "learn_temperature": False, "teacher_cache": 0, "batch_size": 2,
+                  "gradient_accumulation_steps": 2, **settings}
         loader = BatchLoader(TokenDataset(str(shards), "train", max_seq_len), 2, 1337, 0, 1, torch.device("cpu"))
         return gpt, loader, teacher, Distillation(gpt, loader, n_rows, tmp_path, config, dtype, None, checkpoint)
     return new
@@ -188,7 +182,7 @@ def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys):
 
 @pytest.mark.parametrize("settings, words", [
     (dict(max_seq_len=17), "--max_seq_len=17.*16 positions"),
-    (dict(tokenizer="gpt2"), "has bytes tokens.*t.pt has gpt2 tokens"),
+    (dict(tokenizer="gpt2"), "has bytes tokens.*ckpt.pt has gpt2 tokens"),
     (dict(teacher_cache=384), "--teacher_cache=384.*less than.*384"),
     (dict(learn_temperature=True, fsdp=True), "--learn_temperature=True"),
     (dict(checkpoint={"teacher": {"digest": "x"}, "path": "o/ckpt.pt"}), "--teacher=.*another.*=o/ckpt.pt"),
