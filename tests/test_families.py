@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint import check_chat_format, check_tokenizer, load_checkpoint, load_model
-from conftest import ROOT, check_close, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
+from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
 from dataloader import TokenDataset
 from export_hf import export
 from families import FAMILIES, write_family
@@ -53,6 +53,11 @@ def talks(tmp_path_factory):
     return path
 
 
+def learned(tokenizer, talk):
+    """The text of the ids that a conversation trains."""
+    return decode_chat(tokenizer, [i for i, learn in zip(*render_chat(tokenizer, talk)) if learn])
+
+
 def test_logits_and_greedy_text_equal_transformers(family):
     name, folder, theirs, tokenizer = family
     ours, loaded = load_model(folder, "cpu")
@@ -84,26 +89,23 @@ def test_conversations_have_transformers_ids_and_the_answers_are_trained_on(fami
             text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
                                                  date_string="26 Jul 2024")
             expected = reference(text, add_special_tokens=False)["input_ids"]
-            ids, trained = render_chat(tokenizer, messages, prompt)
-            assert ids == expected
-        ids, trained = render_chat(tokenizer, talk)
-        learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
-        answers = [message["content"] for message in talk if message["role"] == "assistant"]
-        parts = re.sub("<think>\n\n</think>\n\n", "", learned).split(end)
-        assert [part.strip() for part in parts] == [*(answer.strip() for answer in answers), ""], learned
-        assert name != "qwen3" or learned.count("<think>") == 1
+            assert render_chat(tokenizer, messages, prompt)[0] == expected
+        answers = [message["content"].strip() for message in talk if message["role"] == "assistant"]
+        parts = re.sub("<think>\n\n</think>\n\n", "", learned(tokenizer, talk)).split(end)
+        assert [part.strip() for part in parts] == [*answers, ""]
+        assert name != "qwen3" or learned(tokenizer, talk).count("<think>") == 1
 
 
 def test_a_special_token_that_is_typed_is_text(family):
     name, folder, _, tokenizer = family
     typed = "".join(tokenizer.special.values()) + " or not"
-    plain = render_chat(tokenizer, turns("a", "b", system=None if name == "smollm2" else "c"))[0]
-    ids, trained = render_chat(tokenizer, turns(typed, typed + ".", system=None if name == "smollm2" else typed))
+    system = None if name == "smollm2" else typed
+    plain, talk = turns("a", "b", system=system and "c"), turns(typed, typed + ".", system=system)
+    plain, ids = (render_chat(tokenizer, messages)[0] for messages in (plain, talk))
     assert [i for i in ids if i in tokenizer.special] == [i for i in plain if i in tokenizer.special]
     assert decode_chat(tokenizer, ids).count(" or not") == (2 if name == "smollm2" else 3)
     assert not any(i in tokenizer.special for i in encode(tokenizer, typed).tolist())
-    learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
-    assert typed + "." in learned
+    assert typed + "." in learned(tokenizer, talk)
 
 
 def test_bytes_of_ids_are_those_of_the_text(family):
@@ -147,14 +149,6 @@ def test_packed_rows_equal_padded_ones_and_resumed_runs_uninterrupted_ones(qwen3
     packed, padded = (read_log(tmp_path / str(pack), "val_loss")["val_loss", 0] for pack in (True, False))
     assert packed == pytest.approx(padded, rel=1e-5)
     check_resumed("chat_sft.py", [*args, "--max_iters=20"], tmp_path)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_model_of_one_and_nothing_is_recompiled(qwen3, talks, tmp_path):
-    args = [*RUN, f"--init_from={qwen3}", f"--data={talks}", f"--chat_dir={tmp_path}/chat", "--max_iters=5"]
-    run("chat_sft.py", *args, "--compile=True", f"--out_dir={tmp_path}/one")
-    run("chat_sft.py", *args, "--compile=False", f"--out_dir={tmp_path}/two", ranks=2)
-    check_close(tmp_path / "one", tmp_path / "two", "train_loss", "recompiles", rel=1e-4)
 
 
 def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path):
@@ -242,16 +236,9 @@ def test_large_vocabularies_from_text_to_chat(size, tmp_path, talks):
         "--eval_iters=2", "--warmup_iters=0", "--learning_rate=0.01", "--sample_tokens=4")
     first, *_, last = read_log(tmp_path / "out", "train_loss").values()
     assert last < first == pytest.approx(np.log(-(-(size + 4) // 128) * 128), abs=0.1)
-    output = run("evaluate.py", f"--checkpoint={tmp_path}/out", "--tasks=", f"--data_dir={tmp_path}/data",
-                 "--eval_iters=1", "--device=cpu")
-    assert "bits per byte, over" in output
-    run("sample.py", f"--checkpoint={tmp_path}/out", "--prompt=The", "--max_new_tokens=4", "--device=cpu")
     run("chat_sft.py", f"--init_from={tmp_path}/out", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
         f"--out_dir={tmp_path}/chat-out", "--max_iters=2", *small[-7:], "--sample_tokens=4", "--eval_iters=1",
         *extra_flags(distill=[f"--teacher={tmp_path}/out", "--teacher_cache=4"]))
-    run("export_hf.py", f"--checkpoint={tmp_path}/chat-out", f"--out_dir={tmp_path}/hf")
-    back = get_tokenizer(load_checkpoint(tmp_path / "hf")["tokenizer"])
-    assert render_chat(back, TALKS[0]) == render_chat(tokenizer, TALKS[0])  # the four chat tokens have joined it
 
 
 # -----------------------------------------------------------------------------
@@ -347,10 +334,8 @@ def test_thoughts_are_trained_on_where_the_template_keeps_them(qwen3):
     """Qwen3's drops those of earlier answers."""
     tokenizer = HFTokenizer(read_files(qwen3))
     thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
-    for talk, learned in [(thoughts, "<think>\nhm\n</think>\n\nb<|im_end|>"),
-                          (thoughts + thoughts, "b<|im_end|><think>\nhm\n</think>\n\nb<|im_end|>")]:
-        ids, trained = render_chat(tokenizer, talk)
-        assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == learned
+    assert learned(tokenizer, thoughts) == "<think>\nhm\n</think>\n\nb<|im_end|>"
+    assert learned(tokenizer, thoughts + thoughts) == "b<|im_end|><think>\nhm\n</think>\n\nb<|im_end|>"
     earlier = render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0]  # as sample.py sends them back
     assert "hm" not in decode_chat(tokenizer, earlier)
 
@@ -359,8 +344,7 @@ def test_a_template_that_prompts_for_thoughts_trains_the_last_answer(qwen3):
     """As that of Qwen3-4B-Thinking-2507: earlier answers have no thoughts, so they do not follow such a prompt."""
     tokenizer = changed_template(qwen3, "assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}")
     thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
-    ids, trained = render_chat(tokenizer, thoughts + thoughts)
-    assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == "hm\n</think>\n\nb<|im_end|>"
+    assert learned(tokenizer, thoughts + thoughts) == "hm\n</think>\n\nb<|im_end|>"
     prompt = decode_chat(tokenizer, render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n") and "hm" not in prompt
     assert tokenizer.end_token == tokenizer.bpe.token_to_id("<|im_end|>")
