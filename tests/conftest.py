@@ -276,10 +276,19 @@ def check_compiled(folder, names=("eager", "compiled"), rel=1e-3):
 
 
 @pytest.fixture(scope="session")
-def trained(shards, tmp_path_factory):
-    """One run of 20 steps that several tests look at."""
+def train(shards):
+    """train(out_dir, *flags): a run of 20 steps, unless flags say otherwise. Returns what it prints."""
+    def train_tiny(out_dir, *flags, patch="", **settings):
+        script = patched(out_dir.parent, "train_gpt2.py", patch) if patch else "train_gpt2.py"
+        return run(script, *TINY, f"--data_dir={shards}", f"--out_dir={out_dir}", *flags, **settings)
+    return train_tiny
+
+
+@pytest.fixture(scope="session")
+def trained(train, tmp_path_factory):
+    """One run that several tests look at."""
     out_dir = tmp_path_factory.mktemp("run") / "out"
-    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={out_dir}")
+    train(out_dir)
     return out_dir
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from chat_data import build_datasets
-from conftest import (NEW_TEXT, SFT, TINY, check_close, check_compiled, check_resumed, conversations_of, extra_flags,
-                      jsonl, load, new_gpt, read_log, refused, run, save_model, turns)
+from conftest import (NEW_TEXT, SFT, check_close, check_compiled, check_resumed, conversations_of, extra_flags, jsonl,
+                      load, new_gpt, read_log, refused, run, save_model, turns)
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -26,11 +26,10 @@ def tasks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def base(shards, tasks, tmp_path_factory):
+def base(train, tasks, tmp_path_factory):
     """The out_dir of a base model."""
     out_dir = tmp_path_factory.mktemp("base") / "out"
-    run("train_gpt2.py", *TINY, *tasks, f"--data_dir={shards}", f"--out_dir={out_dir}", "--max_seq_len=64",
-        "--sample_tokens=0")
+    train(out_dir, *tasks, "--max_seq_len=64", "--sample_tokens=0")
     return out_dir
 
 

@@ -15,13 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from checkpoint import Checkpointer, describe_model, load_checkpoint, load_model
-from conftest import (ROOT, TINY, Entry, damage, error_line, fail_writes, load, one_line_or_works, optimizer_config,
-                      patched, refused, run, same, save_model, small_gpt)
+from conftest import (ROOT, Entry, damage, error_line, fail_writes, load, one_line_or_works, optimizer_config, refused,
+                      run, same, save_model, small_gpt)
 from model import GPT, GPTConfig
 from optim import configure_optimizer
 from start import check_out_dir
 
-ARGS = [*TINY, "--sample_tokens=0"]
 GONE = object()
 
 
@@ -142,10 +141,9 @@ def test_half_a_copy_of_the_best_does_not_stay_on_a_full_disk(tmp_path, monkeypa
     assert "step 0 could not be saved (OSError: no space)" in capsys.readouterr().out
 
 
-def test_saves_that_fail_are_warnings_and_exit_code_2_if_the_last_one_does(shards, trained, tmp_path):
+def test_saves_that_fail_are_warnings_and_exit_code_2_if_the_last_one_does(train, trained, tmp_path):
     out_dir = tmp_path / "o"
-    program = patched(tmp_path, "train_gpt2.py", fail_writes([10, 20]))
-    output = run(program, *TINY, f"--data_dir={shards}", f"--out_dir={out_dir}", code=2)
+    output = train(out_dir, patch=fail_writes([10, 20]), code=2)
     for step in (10, 20):
         assert f"step {step} could not be saved (OSError: no space); the last checkpoint is step 0" in output
     assert output.count("error: ") == 1 and "step 20 could not be saved; resume with python " in output
@@ -154,11 +152,10 @@ def test_saves_that_fail_are_warnings_and_exit_code_2_if_the_last_one_does(shard
     assert same(load(out_dir)["model"], load(trained)["model"])
 
 
-def test_saves_between_evaluations_resume_and_a_save_comes_before_hooks_that_fail(shards, tmp_path):
+def test_saves_between_evaluations_resume_and_a_save_comes_before_hooks_that_fail(train, tmp_path):
     crash = "import features\nfeatures.evaluation_hooks = lambda *_: [lambda i, done: 1 / 0 if i == 8 else {}]"
-    run(patched(tmp_path, "train_gpt2.py", crash), *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/a", code=1,
-        *["--max_iters=8", "--eval_interval=4", "--save_interval=3"])
     a, names = tmp_path / "a", ("ckpt.pt", "ckpt_prev.pt", "ckpt_best.pt")
+    train(a, "--sample_tokens=0", "--max_iters=8", "--eval_interval=4", "--save_interval=3", patch=crash, code=1)
     assert [load(a, name)["iter_num"] for name in names] == [8, 6, 8]
     assert [load(a, name)["val_iter"] for name in names] == [8, 4, 8]
     (tmp_path / "b").mkdir()

@@ -37,10 +37,10 @@ def read_until(program, word):
 
 
 @pytest.fixture(scope="module")
-def whole(shards, tmp_path_factory):
+def whole(train, tmp_path_factory):
     """An uninterrupted run of 60 steps."""
     out_dir = tmp_path_factory.mktemp("whole") / "out"
-    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={out_dir}", "--max_iters=60")
+    train(out_dir, "--sample_tokens=0", "--max_iters=60")
     return out_dir
 
 
@@ -96,7 +96,7 @@ def test_ctrl_c_saves_the_step_and_ends_with_code_130(shards, tmp_path):
     assert code == 130 and f"stopped after step {load(tmp_path)['iter_num']}, which is saved" in output, output
 
 
-def test_a_closed_terminal_saves_the_step(shards, tmp_path):
+def test_a_closed_terminal_saves_the_step(train, tmp_path):
     """It sends SIGHUP, and takes no more output, not even that of the signal."""
     close = """
 import os, signal, distributed
@@ -108,7 +108,7 @@ def seed_and_close(seed, step, rank):
     return step_seed(seed, step, rank)
 distributed.step_seed = seed_and_close
 """
-    output = run(patched(tmp_path, "train_gpt2.py", close), *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+    output = train(tmp_path / "o", "--sample_tokens=0", patch=close)
     assert "stopped after step 4, which is saved" in output and load(tmp_path / "o")["iter_num"] == 4
 
 
@@ -126,7 +126,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(script, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "\ninterrupted\n")
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(shards, tmp_path):
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(train, tmp_path):
     signal_rank_1 = """
 import os, signal, distributed
 step_seed = distributed.step_seed
@@ -136,8 +136,7 @@ def seed_and_signal(seed, step, rank):
     return step_seed(seed, step, rank)
 distributed.step_seed = seed_and_signal
 """
-    output = run(patched(tmp_path, "train_gpt2.py", signal_rank_1), *ARGS, f"--data_dir={shards}",
-                 f"--out_dir={tmp_path}/o", ranks=2)
+    output = train(tmp_path / "o", "--sample_tokens=0", patch=signal_rank_1, ranks=2)
     assert "stopped after step 4, which is saved" in output and load(tmp_path / "o")["iter_num"] == 4
 
 
@@ -246,9 +245,8 @@ def test_killed_at_random_moments_preparation_ends_with_the_same_bytes(tmp_path,
 # -----------------------------------------------------------------------------
 # ranks
 
-def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(shards, whole, tmp_path):
-    run("train_gpt2.py", *ARGS, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=20",
-        "--lr_decay_iters=60", ranks=2)
+def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(train, whole, tmp_path):
+    train(tmp_path, "--sample_tokens=0", "--max_iters=20", "--lr_decay_iters=60", ranks=2)
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=40")
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=60", ranks=2)
     check_close(whole, tmp_path, "train_loss", "val_loss", abs=1e-4)

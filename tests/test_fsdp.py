@@ -68,11 +68,10 @@ features.change_model = freeze_and_change
     check_resumed(patched(tmp_path, "train_gpt2.py", freeze), args, tmp_path, ranks=3, stops=(5, 10))
 
 
-def test_all_ranks_end_when_the_last_save_fails(shards, tmp_path):
+def test_all_ranks_end_when_the_last_save_fails(train, tmp_path):
     """In bfloat16, which a CPU's LayerNorm does not take as the weights' dtype."""
-    program = patched(tmp_path, "train_gpt2.py", fail_writes([3]))
-    output = run(program, *ARGS, f"--data_dir={shards}", "--fsdp=True", f"--out_dir={tmp_path}/o", "--max_iters=3",
-                 "--dtype=bfloat16", ranks=2, code=2)
+    output = train(tmp_path / "o", "--sample_tokens=0", "--fsdp=True", "--max_iters=3", "--dtype=bfloat16",
+                   patch=fail_writes([3]), ranks=2, code=2)
     assert f"WARNING: --out_dir={tmp_path}/o: step 3 could not be saved (OSError: no space)" in output
     assert output.count("error: ") == 1 and "step 3 could not be saved; resume with" in output
 

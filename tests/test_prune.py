@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, check_resumed, error_line, extra_flags, load, optimizer_config, read_log, run, small_gpt
+from conftest import TINY, check_resumed, error_line, extra_flags, load, optimizer_config, read_log, small_gpt
 from extras.prune import Pruner
 from model import GPT, GPTConfig
 from optim import configure_optimizer
@@ -109,12 +109,10 @@ def test_equal_scores_are_pruned_in_order_after_those_that_are_pruned_already():
 # runs
 
 @pytest.fixture(scope="module")
-def pruned(shards, tmp_path_factory):
+def pruned(train, tmp_path_factory):
     """The out_dir of a run of 20 steps whose ramp goes from step 2 to 15."""
     out_dir = tmp_path_factory.mktemp("pruned") / "out"
-    output = run("train_gpt2.py", *TINY, "--sample_tokens=0", f"--data_dir={shards}", f"--out_dir={out_dir}",
-                 "--sparsity=0.6")
-    assert "sparsity 60.0" in output
+    assert "sparsity 60.0" in train(out_dir, "--sample_tokens=0", "--sparsity=0.6")
     return out_dir
 
 
@@ -131,10 +129,9 @@ def test_a_run_ends_with_as_many_zeros_as_asked(pruned):
         assert name not in matrices or torch.equal(tensor == 0, checkpoint["masks"][name])
 
 
-def test_pruned_weights_stay_pruned_in_the_next_run_if_asked(pruned, shards, tmp_path, capsys):
+def test_pruned_weights_stay_pruned_in_the_next_run_if_asked(pruned, train, tmp_path, capsys):
     before = load(pruned)
-    run("train_gpt2.py", *TINY, "--sample_tokens=0", f"--init_from={pruned}", f"--data_dir={shards}", "--max_iters=2",
-        "--warmup_iters=0", f"--out_dir={tmp_path}", "--sparsity=0.6")
+    train(tmp_path, "--sample_tokens=0", f"--init_from={pruned}", "--max_iters=2", "--warmup_iters=0", "--sparsity=0.6")
     after = load(tmp_path)
     for i, (name, mask) in enumerate(before["masks"].items()):
         assert torch.equal(after["masks"][name], mask) and torch.equal(after["model"][name] == 0, mask)

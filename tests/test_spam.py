@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from conftest import TINY, error_line, optimizer_config, poisoned, read_log, run, small_gpt
+from conftest import error_line, optimizer_config, poisoned, read_log, small_gpt
 from extras.spam import spam_hook
 from optim import configure_optimizer, set_lr
 
@@ -115,7 +115,7 @@ def test_a_warmup_longer_than_the_interval_is_refused():
 # ---------------------------------------------------------------------------------------------------
 # runs; a resumed one is in test_prune.py, and in test_chat.py
 
-def test_it_clips_what_noise_brings(tmp_path):
+def test_it_clips_what_noise_brings(train, tmp_path):
     """
     Letters that the text does not have get tiny second moments; then the rows of step 25 are noise. Up to that
     gradient the run is AdamW's.
@@ -123,8 +123,8 @@ def test_it_clips_what_noise_brings(tmp_path):
     data = poisoned(tmp_path / "data", [25])
     logs = []
     for optimizer in ("adamw", "adamw_spam"):
-        run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path / optimizer}", "--max_iters=26",
-            "--sample_tokens=0", f"--optimizer={optimizer}")
+        train(tmp_path / optimizer, f"--data_dir={data}", "--max_iters=26", "--sample_tokens=0",
+              f"--optimizer={optimizer}")
         logs.append(read_log(tmp_path / optimizer, "train_loss", "grad_norm"))
     adamw, clipped = logs
     assert all(adamw[key] == clipped[key] for key in adamw if key != ("grad_norm", 26))

@@ -3,7 +3,6 @@ import json
 import sys
 from types import SimpleNamespace
 
-from conftest import TINY, patched, run
 from extras.trackers import Trackers
 
 FAKES = """
@@ -42,13 +41,12 @@ def grouped(line):
             for key, value in line.items()}
 
 
-def test_both_get_every_line_of_the_log(shards, tmp_path):
+def test_both_get_every_line_of_the_log(train, tmp_path):
     """And a resumed run continues its own."""
-    flags = TINY + [f"--data_dir={shards}", f"--out_dir={tmp_path}/name"]
     for name, more in (("given", ["--max_iters=2", "--wandb_log=True", "--tensorboard=True",
                                   "--wandb_project=project"]),
                        ("another", ["--max_iters=3", "--init_from=resume"])):
-        run(patched(tmp_path, "train_gpt2.py", f"{FAKES}\nos.environ['WANDB_NAME'] = {name!r}"), *flags, *more)
+        train(tmp_path / "name", *more, patch=f"{FAKES}\nos.environ['WANDB_NAME'] = {name!r}")
     lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
     expected = [line for line in lines if "event" not in line]
     tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))

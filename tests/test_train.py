@@ -21,8 +21,7 @@ from checkpoint import load_model
 from compiling import compile_options
 from configurator import read_config_file
 from conftest import (LLAMA, MLA, ROOT, TINY, check_close, check_compiled, check_resumed, check_same_run, defaults,
-                      error_line, extra_flags, load, patched, read_log, refused, run, save_model, small_gpt,
-                      write_shards)
+                      error_line, extra_flags, load, read_log, refused, run, save_model, small_gpt, write_shards)
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import init_process, local_grad_accum_steps, make_autocast
 from log import Logger, find_nonfinite
@@ -98,9 +97,8 @@ def test_validation_is_the_mean_over_its_tokens(shards, monkeypatch, ranks, batc
     assert bpb.item() == pytest.approx(expected * y.numel() / math.log(2) / (y < 256).sum().item(), rel=1e-6)
 
 
-def test_a_resumed_run_equals_one_that_was_not_interrupted(shards, trained, tmp_path):
-    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--max_iters=10",
-                 "--lr_decay_iters=20")
+def test_a_resumed_run_equals_one_that_was_not_interrupted(train, trained, tmp_path):
+    output = train(tmp_path, "--max_iters=10", "--lr_decay_iters=20")
     for words in ("settings given: n_layer=2, n_head=2, ", "machine: device ", "not compiled", "done after 10 steps"):
         assert words in output
     output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=20")
@@ -144,16 +142,16 @@ def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path,
             assert f"{name}" in error_line(make_temporary_folder)
 
 
-def test_each_step_drops_other_units(tmp_path):
+def test_each_step_drops_other_units(train, tmp_path):
     """One row of data and a rate of zero: only dropout makes the losses of two steps differ."""
     data = write_shards(tmp_path / "data", train=33, val=33)
-    run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path}", "--batch_size=1", "--max_iters=3",
-        "--gradient_accumulation_steps=1", "--learning_rate=0", "--min_lr=0", "--dropout=0.5", "--sample_tokens=0")
+    train(tmp_path, f"--data_dir={data}", "--batch_size=1", "--max_iters=3", "--gradient_accumulation_steps=1",
+          "--learning_rate=0", "--min_lr=0", "--dropout=0.5", "--sample_tokens=0")
     assert len(set(read_log(tmp_path, "train_loss").values())) == 3
 
 
-def test_seconds_flops_and_tokens_go_on_after_a_resume_with_another_batch_size(shards, tmp_path):
-    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--sample_tokens=0", "--max_iters=3")
+def test_seconds_flops_and_tokens_go_on_after_a_resume_with_another_batch_size(train, tmp_path):
+    train(tmp_path, "--sample_tokens=0", "--max_iters=3")
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=5", "--batch_size=8")
     log = read_log(tmp_path, "seconds", "flops", "ms", "tokens")
     assert log["tokens", 3] == 3 * 256 and log["tokens", 5] == 3 * 256 + 2 * 512
@@ -193,10 +191,10 @@ def test_a_preset_starts_as_what_it_says(shards, tmp_path, preset, flag, expecte
 
 @pytest.mark.parametrize("ranks, batch_size, accumulation", [
     (2, 4, 2), pytest.param(4, 1, 8, marks=pytest.mark.slow)])
-def test_any_number_of_ranks_and_micro_batches_trains_the_same_model(shards, trained, tmp_path, ranks, batch_size,
+def test_any_number_of_ranks_and_micro_batches_trains_the_same_model(train, trained, tmp_path, ranks, batch_size,
                                                                      accumulation):
-    run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", f"--batch_size={batch_size}",
-        f"--gradient_accumulation_steps={accumulation}", f"--eval_iters={16 // batch_size}", ranks=ranks)
+    train(tmp_path, f"--batch_size={batch_size}", f"--gradient_accumulation_steps={accumulation}",
+          f"--eval_iters={16 // batch_size}", ranks=ranks)
     check_close(trained, tmp_path, "train_loss", "val_loss", "grad_norm", abs=1e-5)
 
 
@@ -210,11 +208,10 @@ def test_any_number_of_ranks_and_micro_batches_trains_the_same_model(shards, tra
                  marks=pytest.mark.slow),
     pytest.param(2, ["--arch=llama", *MLA, "--q_lora_rank=12"], marks=pytest.mark.slow)],
     ids=["gpt2_mla", "gpt2", "llama_recompute", "llama_mla_two_ranks"])
-def test_compiled_equals_eager_without_a_recompile(shards, tmp_path, ranks, flags):
+def test_compiled_equals_eager_without_a_recompile(train, tmp_path, ranks, flags):
     """Over training, validation, sampling and saving; fullgraph=True makes a graph break an error."""
     for name, compile in (("eager", False), ("compiled", True)):
-        output = run("train_gpt2.py", *TINY, *flags, f"--data_dir={shards}", f"--out_dir={tmp_path / name}",
-                     "--n_layer=1", f"--compile={compile}", ranks=ranks)
+        output = train(tmp_path / name, *flags, "--n_layer=1", f"--compile={compile}", ranks=ranks)
         assert "WARNING" not in output and ("compiled in" in output) == compile
     backend, mode = load(tmp_path / "compiled")["config"]["compile_backend"], flags[-1].partition("_mode=")[2]
     assert f"compiling, backend {backend}, mode {mode or 'default'} ..." in output
@@ -237,24 +234,24 @@ def test_without_a_compiler_it_runs_uncompiled_with_a_warning(tmp_path, monkeypa
 # -----------------------------------------------------------------------------
 # precision, steps that are not finite, schedule, other weights, other data
 
-def test_float16_scales_its_loss_and_bfloat16_trains(shards, trained, tmp_path):
+def test_float16_scales_its_loss_and_bfloat16_trains(train, trained, tmp_path):
     """float16 from a scale at which it overflows: those steps are skipped without a warning."""
     scale = """
 import functools, torch
 torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.**18)
 """
     reference = read_log(trained, "val_loss")["val_loss", 20]
-    for dtype, script in (("float16", patched(tmp_path, "train_gpt2.py", scale)), ("bfloat16", "train_gpt2.py")):
-        output = run(script, *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path / dtype}", f"--dtype={dtype}")
+    for dtype, patch in (("float16", scale), ("bfloat16", "")):
+        output = train(tmp_path / dtype, f"--dtype={dtype}", patch=patch)
         log = read_log(tmp_path / dtype, "val_loss", "loss_scale", "skipped")
         assert log["val_loss", 20] == pytest.approx(reference, rel=0.05)
         assert (("loss_scale", 20) in log) == (log["skipped", 20] > 0) == (dtype == "float16")
         assert "WARNING" not in output
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(shards, tmp_path):
-    output = run("train_gpt2.py", *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}", "--learning_rate=1e30",
-                 "--warmup_iters=0", "--grad_clip=0", "--max_iters=4", "--sample_tokens=0", ranks=2)
+def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(train, tmp_path):
+    output = train(tmp_path, "--learning_rate=1e30", "--warmup_iters=0", "--grad_clip=0", "--max_iters=4",
+                   "--sample_tokens=0", ranks=2)
     assert output.count("is not finite; 1 skipped so far") == 1
     assert read_log(tmp_path, "skipped")["skipped", 4] >= 1
     assert all(tensor.isfinite().all() for tensor in load(tmp_path)["model"].values())
@@ -365,21 +362,21 @@ def test_data_of_another_tokenizer_is_refused(shards, trained, tmp_path):
     assert f"--data_dir={shards}: has bytes tokens, but the model" in line and "gpt2 tokens" in line
 
 
-def test_a_token_outside_the_vocabulary_is_refused_on_any_rank(tmp_path):
+def test_a_token_outside_the_vocabulary_is_refused_on_any_rank(train, tmp_path):
     data = write_shards(tmp_path / "data")
     shard = np.fromfile(data / "train_000000.bin", dtype="<u2")
     shard[512:][5::32 * 7] = 60000  # in every seventh row
     shard.tofile(data / "train_000000.bin")
-    output = run("train_gpt2.py", *TINY, f"--data_dir={data}", f"--out_dir={tmp_path}/o", ranks=2, code=2)
+    output = train(tmp_path / "o", f"--data_dir={data}", ranks=2, code=2)
     assert "holds the token 60000" in output and "ends at 383" in output
 
 
-def test_ranks_that_find_different_checkpoints_are_refused(shards, trained, tmp_path):
+def test_ranks_that_find_different_checkpoints_are_refused(train, trained, tmp_path):
     """As on two machines that each have a folder of that name on a disk of their own."""
     shutil.copytree(trained, tmp_path / "0" / "out")
     (tmp_path / "1").mkdir()
-    program = patched(tmp_path, "train_gpt2.py", f"import os\nos.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])")
-    output = run(program, *TINY, f"--data_dir={shards}", "--out_dir=out", "--init_from=auto", ranks=2, code=2)
+    patch = f"import os\nos.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])"
+    output = train(tmp_path / "x", "--out_dir=out", "--init_from=auto", patch=patch, ranks=2, code=2)
     assert "rank 0 with {'step': 20" in output and "rank 1 with {'step': None" in output
 
 
@@ -459,7 +456,7 @@ def test_the_log_goes_on_after_half_a_line_and_without_a_disk(shards, tmp_path, 
     assert "log.jsonl could not be written: " in capsys.readouterr().out
 
 
-def test_a_metric_may_read_gradients_and_takes_no_other_name(shards, tmp_path):
+def test_a_metric_may_read_gradients_and_takes_no_other_name(train, shards, tmp_path):
     patch = """
 import features, torch
 def change_training(model, optimizer, max_iters, config, checkpoint, state, metrics):
@@ -467,8 +464,7 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
     return [], None, []
 features.change_training = change_training
 """
-    run(patched(tmp_path, "train_gpt2.py", patch), *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o",
-        "--max_iters=2", "--grad_clip=0")
+    train(tmp_path / "o", "--max_iters=2", "--grad_clip=0", patch=patch)
     log = read_log(tmp_path / "o", "another", "grad_norm")
     assert log["another", 2] == pytest.approx(log["grad_norm", 2]) and log["another", 2] > 0
     with pytest.raises(TypeError, match="multiple values for keyword argument 'lr'"):
