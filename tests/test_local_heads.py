@@ -17,21 +17,26 @@ def normalized_gpt(local_heads, **settings):
     return gpt
 
 
+def look_at_attention(gpt, look):
+    """Has look(weights) called in each layer of each forward pass, with what attends to what: (B, T, heads, T)."""
+    def attend_and_look(q, k, v, mask, dropout):
+        B, T, n_kv_head, _ = k.shape
+        values = torch.eye(T)[None, :, None].expand(B, T, n_kv_head, T)  # so that the output is the weights
+        look(attend(q, k, values, mask, dropout).unflatten(2, (-1, T)))
+        return attend(q, k, v, mask, dropout)
+
+    for block in gpt.transformer.h:
+        block.attn.attend = attend_and_look
+
+
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 @pytest.mark.parametrize("local_heads", [True, False])
 def test_a_local_key_head_looks_as_far_back_as_its_number(n_kv_head, local_heads):
     """In the first layer, on random ids. Without local_heads no head prefers a distance."""
-    seen = []  # for each layer the mean attention weight on the key 0, 1, ..., 19 positions back: (20, heads)
-
-    def attend_and_look(q, k, v, mask, dropout):
-        values = torch.eye(48)[None, :, None].expand(8, 48, n_kv_head, 48)  # so that the output is the weights
-        weights = attend(q, k, values, mask, dropout).unflatten(2, (4, 48))[:, 20:]  # (B, T - 20, heads, T)
-        seen.append(torch.stack([weights.diagonal(20 - back, 1, 3).mean((0, 2)) for back in range(20)]))
-        return attend(q, k, v, mask, dropout)
-
     gpt = normalized_gpt(local_heads, n_kv_head=n_kv_head)
-    for block in gpt.transformer.h:
-        block.attn.attend = attend_and_look
+    seen = []  # for each layer the mean attention weight on the key 0, 1, ..., 19 positions back: (20, heads)
+    look_at_attention(gpt, lambda weights: seen.append(torch.stack(
+        [weights[:, 20:].diagonal(20 - back, 1, 3).mean((0, 2)) for back in range(20)])))
     gpt(tokens(8))
     most, back = torch.stack(seen).max(1)  # (layers, heads)
     assert most.shape == (3, 4) and (most[0] > 0.2).all() == local_heads == (most > 0.2).any()
@@ -54,17 +59,10 @@ def test_an_induction_head_copies_what_followed_the_latest_tokens():
     """
     ratios = []  # of the weight on that id to the mean weight, for the first head of each layer
     gains = []  # by how much the loss is lower on the second copy than on the first, in nats
-
-    def attend_and_look(q, k, v, mask, dropout):
-        values = torch.eye(64)[None, :, None].expand(8, 64, 4, 64)
-        weights = attend(q, k, values, mask, dropout).unflatten(2, (4, 64))[:, 32:63, 0]  # (B, 31, T)
-        ratios.append((weights.diagonal(1, 1, 2).mean() / (1 / torch.arange(33, 64)).mean()).item())
-        return attend(q, k, v, mask, dropout)
-
     for local_heads in (True, False):
         gpt = normalized_gpt(local_heads, n_layer=2, n_embd=256, max_seq_len=64)
-        for block in gpt.transformer.h:
-            block.attn.attend = attend_and_look
+        look_at_attention(gpt, lambda weights: ratios.append(
+            (weights[:, 32:63, 0].diagonal(1, 1, 2).mean() / (1 / torch.arange(33, 64)).mean()).item()))
         idx = torch.stack([torch.cat((torch.randperm(16), torch.randperm(16))).repeat(2) for _ in range(8)])
         logits = gpt(idx)
         losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten(), reduction="none").view(8, 63)
