@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, redirect_stderr, suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -102,8 +102,8 @@ forked.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "m
                                "hypothesis.strategies"])  # the last two: of this file, which a fork imports
 
 
-def run_forked(script, args, cwd, env, outputs):
-    """In the fork: what python SCRIPT ARGS does, its two streams into the files `outputs`."""
+def run_forked(script, args, cwd, env, output):
+    """In the fork: what python SCRIPT ARGS does, its two streams into the file `output`."""
     gc.freeze()  # what was imported before is not searched for garbage
     os.environ.update(env)
     import machine
@@ -111,8 +111,8 @@ def run_forked(script, args, cwd, env, outputs):
     with suppress(ImportError):  # a picture takes longer than the 20 steps it is of: test_plot.py has them drawn
         from matplotlib.figure import Figure
         Figure.savefig = lambda *_: None
-    for stream, path in zip((1, 2), outputs):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, errors="replace", closefd=False) for stream in (1, 2))
     os.chdir(cwd)
     sys.argv = [script, *args]
@@ -137,54 +137,13 @@ def free_port():
         return str(server.getsockname()[1])
 
 
-def run_ranks(args, ranks, cwd):
-    """A fork per rank; one that fails ends the others. Returns what they printed and the first exit code but 0."""
-    env = [{}]
-    if ranks > 1:
-        port = free_port()
-        env = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port} for rank in range(ranks)]
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.NamedTemporaryFile("r", errors="replace")) for _ in range(2 * ranks)]
-        outputs = [file.name for file in files]
-        processes = [forked.Process(target=run_forked, args=(args[0], args[1:], cwd, env[i], outputs[2 * i:2 * i + 2]))
-                     for i in range(ranks)]
-        for process in processes:
-            process.start()
-        running, give_up = processes, time.monotonic() + 600
-        while running and not any(process.exitcode for process in processes) and time.monotonic() < give_up:
-            multiprocessing.connection.wait([process.sentinel for process in running], 1)
-            running = [process for process in running if process.exitcode is None]
-        code = next((process.exitcode for process in processes if process.exitcode), None if running else 0)
-        for process in running:
-            process.join(5)  # all ranks fail alike, and only the first prints
-            process.kill()
-        return "".join(file.read() for file in files), code
-
-
-def run(script, *args, ranks=1, code=0, env=None, cwd=None):
-    """
-    Runs a script as a user would start it, with several ranks as torchrun would. Returns both its streams.
-    env: changes of the environment; with it, also an empty one, the script gets a process of its own.
-    """
-    args = [str(ROOT / script), *map(str, args)]
-    if env is not None or script == "prepare_data.py":
-        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, errors="replace", cwd=cwd,
-                              env={**os.environ, **(env or {})}, timeout=600)
-        output, returned = done.stdout + done.stderr, done.returncode
-    else:
-        output, returned = run_ranks(args, ranks, str(cwd or os.getcwd()))
-    assert returned == code, f"exit code {returned}, expected {code}\n{output[-4000:]}"
-    return output
-
-
 class Program:
-    """A script running in a fork, to be read from and interrupted."""
+    """A script running in a fork, to be read from and interrupted. env: changes of the environment."""
 
-    def __init__(self, script, *args):
+    def __init__(self, script, *args, **env):
         self.file, self.output = tempfile.NamedTemporaryFile("r", errors="replace"), ""
-        self.process = forked.Process(target=run_forked, args=(str(ROOT / script), [*map(str, args)], os.getcwd(), {},
-                                                               [self.file.name] * 2))
+        self.process = forked.Process(target=run_forked, args=(str(ROOT / script), [*map(str, args)], os.getcwd(), env,
+                                                               self.file.name))
         self.process.start()
 
     def read_until(self, word):
@@ -202,6 +161,40 @@ class Program:
         self.process.join(120)
         self.output += self.file.read()
         return self.process.exitcode, self.output
+
+
+def run_ranks(args, ranks):
+    """A fork per rank; one that fails ends the others. Returns what they printed and the first exit code but 0."""
+    env, port = [{}], free_port()
+    if ranks > 1:
+        env = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port} for rank in range(ranks)]
+    programs = [Program(*args, **settings) for settings in env]
+    running, give_up = programs, time.monotonic() + 600
+    while running and not any(program.process.exitcode for program in programs) and time.monotonic() < give_up:
+        multiprocessing.connection.wait([program.process.sentinel for program in running], 1)
+        running = [program for program in running if program.process.exitcode is None]
+    code = next((program.process.exitcode for program in programs if program.process.exitcode), None if running else 0)
+    for program in running:
+        program.process.join(5)  # all ranks fail alike, and only the first prints
+        program.process.kill()
+    return "".join(program.end()[1] for program in programs), code
+
+
+def run(script, *args, ranks=1, code=0, env=None):
+    """
+    Runs a script as a user would start it, with several ranks as torchrun would. Returns both its streams.
+    env: changes of the environment; with it, also an empty one, the script gets a process of its own.
+    """
+    args = [str(ROOT / script), *map(str, args)]
+    if env is not None or script == "prepare_data.py":
+        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, errors="replace",
+                              env={**os.environ, **(env or {})}, timeout=600)
+        output, returned = done.stdout + done.stderr, done.returncode
+    else:
+        output, returned = run_ranks(args, ranks)
+    assert returned == code, f"exit code {returned}, expected {code}\n{output[-4000:]}"
+    return output
 
 
 def patched(folder, script, patch):
