@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import export_hf
 from checkpoint import load_checkpoint, load_model
-from conftest import VARIANTS, error_line, new_gpt, run, save_model, tokens
+from conftest import VARIANTS, error_line, new_gpt, run, same, save_model, tokens
 from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
 from tokenizer import chat_tokens, get_tokenizer, padded_vocab_size, render_chat
@@ -89,8 +89,7 @@ def test_it_loads_here_again_bit_for_bit(exported):
         assert model.config.attention == "mha" and (model(tokens()) - gpt(tokens())).abs().max() < 1e-4
         return
     assert again["model_args"] == {**asdict(gpt.config), "dropout": 0.0}
-    assert again["model"].keys() == gpt.state_dict().keys()
-    assert all(torch.equal(again["model"][name], tensor) for name, tensor in gpt.state_dict().items())
+    assert same(again["model"], gpt.state_dict())
 
 
 def test_the_card_says_what_it_is_and_how_to_load_it(exported):
@@ -228,7 +227,7 @@ def test_rounded_weights_in_several_files(variant, dtype, tmp_path):
     assert all(file.stat().st_size < 84_000 for file in files)  # 4,000 for the header
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {dtype}
     again = load_checkpoint(tmp_path / "hf")["model"]
-    assert all(torch.equal(again[name], tensor.to(dtype).float()) for name, tensor in weights.items())
+    assert same(again, {name: tensor.to(dtype).float() for name, tensor in weights.items()})
 
 
 def test_a_folder_with_something_else_is_not_written_to(tmp_path):
