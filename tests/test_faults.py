@@ -1,5 +1,6 @@
 """What a run survives: signals, kills, lost ranks, damaged files."""
 import io
+import json
 import os
 import random
 import re
@@ -215,6 +216,30 @@ def test_killed_at_random_moments_chat_tuning_ends_as_if_uninterrupted(trained, 
     args += [f"--chat_dir={tmp_path}/rows2", f"--out_dir={tmp_path}/killed"]
     kill_and_resume("chat_sft.py", args, tmp_path / "killed", kills, random.Random(2))
     check_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_killed_at_random_moments_preparation_ends_with_the_same_bytes(tmp_path, kills):
+    with open(tmp_path / "texts.jsonl", "w") as f:
+        for i in range(3000):
+            f.write(json.dumps({"text": f"document {i} " * (i % 50 + 1)}) + "\n")
+    args = [f"--files={tmp_path}/texts.jsonl", "--tokenizer=bytes", "--shard_size=50000", "--val_tokens=5000",
+            "--num_threads=1"]
+    run("prepare_data.py", *args, f"--data_dir={tmp_path}/whole")
+    args.append(f"--data_dir={tmp_path}/killed")
+    rng = random.Random(3)
+    for _ in range(kills):
+        shards = len(list(tmp_path.glob("killed/*.bin"))) + rng.randrange(6)
+        program = subprocess.Popen([sys.executable, ROOT / "prepare_data.py", *args])
+        while len(list(tmp_path.glob("killed/*.bin"))) < shards and program.poll() is None:
+            time.sleep(0.001)
+        program.kill()
+        program.wait()
+    run("prepare_data.py", *args)
+    whole, killed = ({path.name: path.read_bytes() for path in sorted((tmp_path / name).glob("*.bin"))}
+                     for name in ("whole", "killed"))
+    assert whole == killed and len(whole) > 10
 
 
 # -----------------------------------------------------------------------------
