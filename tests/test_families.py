@@ -8,11 +8,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from checkpoint import check_chat_format, check_tokenizer, load_checkpoint, load_model
-from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, same, turns
+from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
 from dataloader import TokenDataset
 from export_hf import export
 from families import FAMILIES, write_family
@@ -53,21 +54,26 @@ def talks(tmp_path_factory):
     return path
 
 
-def learned(tokenizer, talk):
-    """The text of the ids that a conversation trains."""
-    return decode_chat(tokenizer, [i for i, learn in zip(*render_chat(tokenizer, talk)) if learn])
-
-
-def test_logits_and_greedy_text_equal_transformers(family):
+def test_logits_gradients_and_greedy_text_equal_transformers(family):
     name, folder, theirs, tokenizer = family
     ours, loaded = load_model(folder, "cpu")
     assert loaded["stage"] == "chat" and ours.config.max_seq_len == theirs.config.max_position_embeddings
     idx = torch.randint(600, (2, 300), generator=torch.Generator().manual_seed(1))
+    targets = idx.roll(1, 1)
     assert (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
+    ours.train()(idx, targets).backward()
+    F.cross_entropy(theirs(idx).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    pairs = [(ours.transformer.wte, theirs.model.embed_tokens), (ours.transformer.h[0].attn.q_proj,
+             theirs.model.layers[0].self_attn.q_proj), (ours.transformer.h[1].mlp.down_proj,
+             theirs.model.layers[1].mlp.down_proj), (ours.lm_head, theirs.lm_head)]
+    for mine, its in pairs:
+        assert (mine.weight.grad - its.weight.grad).abs().max() < 1e-4 * max(1, its.weight.grad.abs().max())
+    theirs.zero_grad()
+
     prompt = render_chat(tokenizer, TALKS[0][:1], prompt=True)[0]
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None,
                                pad_token_id=0)[0, len(prompt):].tolist()
-    assert [token for token, in generate(ours, [prompt], 40, temperature=0)] == expected
+    assert [token for token, in generate(ours.eval(), [prompt], 40, temperature=0)] == expected
 
 
 def test_a_positions_angle_is_llama_3s_far_away_too():
@@ -89,23 +95,26 @@ def test_conversations_have_transformers_ids_and_the_answers_are_trained_on(fami
             text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
                                                  date_string="26 Jul 2024")
             expected = reference(text, add_special_tokens=False)["input_ids"]
-            assert render_chat(tokenizer, messages, prompt)[0] == expected
-        answers = [message["content"].strip() for message in talk if message["role"] == "assistant"]
-        parts = re.sub("<think>\n\n</think>\n\n", "", learned(tokenizer, talk)).split(end)
-        assert [part.strip() for part in parts] == [*answers, ""]
-        assert name != "qwen3" or learned(tokenizer, talk).count("<think>") == 1
+            ids, trained = render_chat(tokenizer, messages, prompt)
+            assert ids == expected
+        ids, trained = render_chat(tokenizer, talk)
+        learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
+        answers = [message["content"] for message in talk if message["role"] == "assistant"]
+        parts = re.sub("<think>\n\n</think>\n\n", "", learned).split(end)
+        assert [part.strip() for part in parts] == [*(answer.strip() for answer in answers), ""], learned
+        assert name != "qwen3" or learned.count("<think>") == 1
 
 
 def test_a_special_token_that_is_typed_is_text(family):
     name, folder, _, tokenizer = family
     typed = "".join(tokenizer.special.values()) + " or not"
-    system = None if name == "smollm2" else typed
-    plain, talk = turns("a", "b", system=system and "c"), turns(typed, typed + ".", system=system)
-    plain, ids = (render_chat(tokenizer, messages)[0] for messages in (plain, talk))
+    plain = render_chat(tokenizer, turns("a", "b", system=None if name == "smollm2" else "c"))[0]
+    ids, trained = render_chat(tokenizer, turns(typed, typed + ".", system=None if name == "smollm2" else typed))
     assert [i for i in ids if i in tokenizer.special] == [i for i in plain if i in tokenizer.special]
     assert decode_chat(tokenizer, ids).count(" or not") == (2 if name == "smollm2" else 3)
     assert not any(i in tokenizer.special for i in encode(tokenizer, typed).tolist())
-    assert typed + "." in learned(tokenizer, talk)
+    learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
+    assert typed + "." in learned
 
 
 def test_bytes_of_ids_are_those_of_the_text(family):
@@ -131,9 +140,14 @@ def test_a_tuned_model_leaves_as_it_came(family, flags, talks, tmp_path):
     ours, _ = load_model(tmp_path / "out", "cpu")
     idx = torch.arange(600)[None, :400]
     assert type(exported) is type(theirs) and (exported(idx).logits - ours(idx)).abs().max() < 1e-4
-    assert same(load_checkpoint(tmp_path / "hf")["model"], ours.state_dict())
+    back = load_checkpoint(tmp_path / "hf")
+    for key, weights in ours.state_dict().items():
+        assert torch.equal(weights, back["model"][key]), key
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / file).read_bytes() == (folder / file).read_bytes()
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = reference.apply_chat_template(TALKS[0], tokenize=False, date_string="26 Jul 2024")
+    assert reference(text, add_special_tokens=False)["input_ids"] == render_chat(tokenizer, TALKS[0])[0]
     assert chat_tokens(tokenizer)["end"] in np.ravel(exported.generation_config.eos_token_id)
 
 
@@ -144,6 +158,15 @@ def test_packed_rows_equal_padded_ones_and_resumed_runs_uninterrupted_ones(qwen3
     packed, padded = (read_log(tmp_path / str(pack), "val_loss")["val_loss", 0] for pack in (True, False))
     assert packed == pytest.approx(padded, rel=1e-5)
     check_resumed("chat_sft.py", [*args, "--max_iters=20"], tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_model_of_one_and_nothing_is_recompiled(qwen3, talks, tmp_path):
+    args = [*RUN, f"--init_from={qwen3}", f"--data={talks}", f"--chat_dir={tmp_path}/chat", "--max_iters=5"]
+    run("chat_sft.py", *args, "--compile=True", f"--out_dir={tmp_path}/one")
+    run("chat_sft.py", *args, "--compile=False", f"--out_dir={tmp_path}/two", ranks=2)
+    one, two = (read_log(tmp_path / name, "train_loss", "recompiles") for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-4) and one["recompiles", 5] == 0
 
 
 def test_a_tokenizer_of_ones_own_goes_from_text_to_chat_and_back(talks, tmp_path):
@@ -231,9 +254,16 @@ def test_large_vocabularies_from_text_to_chat(size, tmp_path, talks):
         "--eval_iters=2", "--warmup_iters=0", "--learning_rate=0.01", "--sample_tokens=4")
     first, *_, last = read_log(tmp_path / "out", "train_loss").values()
     assert last < first == pytest.approx(np.log(-(-(size + 4) // 128) * 128), abs=0.1)
+    output = run("evaluate.py", f"--checkpoint={tmp_path}/out", "--tasks=", f"--data_dir={tmp_path}/data",
+                 "--eval_iters=1", "--device=cpu")
+    assert "bits per byte, over" in output
+    run("sample.py", f"--checkpoint={tmp_path}/out", "--prompt=The", "--max_new_tokens=4", "--device=cpu")
     run("chat_sft.py", f"--init_from={tmp_path}/out", f"--data={talks}", f"--chat_dir={tmp_path}/chat",
         f"--out_dir={tmp_path}/chat-out", "--max_iters=2", *small[-7:], "--sample_tokens=4", "--eval_iters=1",
         *extra_flags(distill=[f"--teacher={tmp_path}/out", "--teacher_cache=4"]))
+    run("export_hf.py", f"--checkpoint={tmp_path}/chat-out", f"--out_dir={tmp_path}/hf")
+    back = get_tokenizer(load_checkpoint(tmp_path / "hf")["tokenizer"])
+    assert render_chat(back, TALKS[0]) == render_chat(tokenizer, TALKS[0])  # the four chat tokens have joined it
 
 
 # -----------------------------------------------------------------------------
@@ -322,15 +352,18 @@ def test_a_tokenizers_folder_must_be_the_one_that_meta_json_names(tmp_path, qwen
     assert TokenDataset(f"{tmp_path}/data", "val", 8).tokenizer.name == "bytes"
     meta = json.loads((tmp_path / "data/meta.json").read_text())
     (tmp_path / "data/meta.json").write_text(json.dumps({**meta, "tokenizer": "hf-12345678"}))
-    error_line(TokenDataset, f"{tmp_path}/data", "val", 8)
+    with pytest.raises(SystemExit):
+        TokenDataset(f"{tmp_path}/data", "val", 8)
 
 
 def test_thoughts_are_trained_on_where_the_template_keeps_them(qwen3):
     """Qwen3's drops those of earlier answers."""
     tokenizer = HFTokenizer(read_files(qwen3))
     thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
-    assert learned(tokenizer, thoughts) == "<think>\nhm\n</think>\n\nb<|im_end|>"
-    assert learned(tokenizer, thoughts + thoughts) == "b<|im_end|><think>\nhm\n</think>\n\nb<|im_end|>"
+    for talk, learned in [(thoughts, "<think>\nhm\n</think>\n\nb<|im_end|>"),
+                          (thoughts + thoughts, "b<|im_end|><think>\nhm\n</think>\n\nb<|im_end|>")]:
+        ids, trained = render_chat(tokenizer, talk)
+        assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == learned
     earlier = render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0]  # as sample.py sends them back
     assert "hm" not in decode_chat(tokenizer, earlier)
 
@@ -339,7 +372,8 @@ def test_a_template_that_prompts_for_thoughts_trains_the_last_answer(qwen3):
     """As that of Qwen3-4B-Thinking-2507: earlier answers have no thoughts, so they do not follow such a prompt."""
     tokenizer = changed_template(qwen3, "assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}")
     thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
-    assert learned(tokenizer, thoughts + thoughts) == "hm\n</think>\n\nb<|im_end|>"
+    ids, trained = render_chat(tokenizer, thoughts + thoughts)
+    assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == "hm\n</think>\n\nb<|im_end|>"
     prompt = decode_chat(tokenizer, render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n") and "hm" not in prompt
     assert tokenizer.end_token == tokenizer.bpe.token_to_id("<|im_end|>")
