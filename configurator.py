@@ -12,6 +12,7 @@ Config files come first, then flags, each in the order given; the later one wins
 flags alike: a value is accepted as it is or refused, never clamped or changed. A config file is Python and is
 executed, so read one before you use it.
 """
+import ast
 import difflib
 import math
 import os
@@ -173,16 +174,14 @@ def alternatives(hint):
 
 
 def parse(text, hint):
-    """Converts a flag's text to a value of the annotated type, or returns the text if there is no such value."""
+    """A flag's text as a Python literal, if it is one; a setting that takes a string keeps it, except for None."""
     kinds = dict(alternatives(hint))
-    if text == "None" and type(None) in kinds:
-        return None
-    if bool in kinds and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in kinds.keys() & {int, float}:
-        with suppress(ValueError):
-            return kind(text)
-    return next((choice for choice in kinds.get(typing.Literal, ()) if str(choice) == text), text)
+    if str in kinds and not (text == "None" and type(None) in kinds):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def check(setting, value, hint):

@@ -82,7 +82,7 @@ def refusal(script, *argv):
 # what is accepted
 
 @pytest.mark.parametrize("key, text, value", [
-    ("steps", "-3", -3), ("rate", "2", 2.0), ("shuffle", "true", True), ("name", "a=b=c", "a=b=c"),
+    ("steps", "-3", -3), ("rate", "2", 2.0), ("shuffle", "False", False), ("name", "a=b=c", "a=b=c"),
     ("name", "None", "None"), ("name", "", ""), ("limit", "5", 5), ("label", "None", None), ("mode", "fast", "fast"),
     ("width", "16", 16), ("backend", "None", None), ("batch", "1", 1), ("share", "0", 0.0),
     ("temperature", "100", 100.0)])
