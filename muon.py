@@ -9,7 +9,7 @@ from torch.distributed.tensor import distribute_tensor
 from distributed import gather
 
 MOMENTUM = 0.9  # Jordan et al. have 0.95; with small batches and rates that fall from the start 0.9 is better
-TURNS = 2  # a matrix moves in every second step, twice as far: half the work, and no more steps (docs/lab_notes.md)
+TURNS = 2  # each matrix moves in every second step, twice as far: half the work at about the same loss
 
 
 def newton_schulz(matrices):
