@@ -180,7 +180,7 @@ def parse(text, hint):
         return text
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # it raises any of them
         return text
 
 

@@ -120,6 +120,7 @@ def test_a_started_script_reads_its_command_line(script):
 
 @pytest.mark.parametrize("key, text, source, expected", [
     ("steps", "1.5", "True", "an int"), ("steps", "None", "[1,\n2]", "an int"), ("steps", "", "'2'", "an int"),
+    ("steps", "{[]: 1}", "{}", "an int"), ("steps", "(" * 9999, "()", "an int"),
     ("rate", "fast", "'3e-4'", "a finite float"), ("rate", "nan", "10 ** 400", "a finite float"),
     ("rate", "True", "float('inf')", "a finite float"), ("shuffle", "1", "None", "True or False"),
     ("name", None, "3, 'a\\nb'", "a string"), ("limit", "many", "False", "an int or None"),
@@ -134,7 +135,7 @@ def test_a_wrong_value_is_refused_in_a_flag_and_in_a_file(script, key, text, sou
     assert line.startswith(f"error: a.py: {key}=") and line.endswith(f": expected {expected}\n")
     if text is not None:
         line = refusal(script, "--label=other", f"--{key}={text}")
-        assert re.match(f"error: --{key}='?{text}'?: expected {re.escape(expected)}\n", line), line
+        assert re.match(f"error: --{key}='?{re.escape(text)}'?: expected {re.escape(expected)}\n", line), line
 
 
 @pytest.mark.parametrize("key, nearest", [
