@@ -38,10 +38,12 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
         if not paths and not nanogpt.exists():
-            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them with python "
-                 f"prepare_data.py --data_dir={data_dir} and --max_tokens=1000000000 (FineWeb-Edu), --dataset=python "
-                 f"or --files=TEXTS/*.txt, or fetch 20 GB of ready-made ones with hf download kjj0/fineweb10B-gpt2 "
-                 f"--repo-type=dataset --local-dir={data_dir}")
+            source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
+                     f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
+            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
+                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
+                 f"--data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         meta = read_meta(data_dir)
         name, folder = meta["tokenizer"], os.path.join(data_dir, "tokenizer")

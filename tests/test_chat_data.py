@@ -262,20 +262,31 @@ def test_a_row_is_shown_token_by_token(tmp_path):
         f"{hi}\n\n(padding: 0 of 9 positions)", f"{ho}\n\n(padding: 2 of 9 positions)"}
 
 
-def test_packed_and_padded_rows_have_the_loss_of_each_conversation_alone():
+@pytest.mark.parametrize("name, compiled", [
+    ("gpt2", False), pytest.param("llama", True, marks=pytest.mark.slow), ("gpt2_mla", False), ("llama_mla", False)])
+def test_packed_and_padded_rows_have_the_loss_of_each_conversation_alone(name, compiled):
     talks = [turns("q", "aaaa"), turns("qqq", "a", "q", "aa"), turns("qq", "aaa")]
     pairs = [tokenize_conversation(BYTES, talk, 64)[0] for talk in talks]
     row = np.hstack([*pairs, np.array([[E] * 5, [NEW_TEXT] * 5], "<u2")])  # five positions of padding
-    gpt, alone = new_gpt("gpt2", max_seq_len=64), []  # with absolute positions
+    packed = ChatDataset(row[None], BYTES, True, "")
+    padded = ChatDataset(fill_rows(pairs, 64, False, E), BYTES, False, "")
+    gpt = new_gpt(name, max_seq_len=64, n_layer=1 if compiled else 3)
+    alone = []
     with torch.no_grad():
         for talk in talks:
             ids, trained = map(torch.tensor, render_chat(BYTES, talk))
             alone += F.cross_entropy(gpt(ids[None, :-1])[0], ids[1:], reduction="none")[trained[1:]].tolist()
-        for rows, pack in (row[None], True), (fill_rows(pairs, 64, False, E), False):
-            batch = ChatDataset(rows, BYTES, pack, "").get_batch(range(len(rows)), CPU)
-            targets = batch.pop("targets").flatten()
-            losses = F.cross_entropy(gpt(**batch).flatten(0, 1), targets, ignore_index=IGNORE, reduction="none")
-            assert sorted(losses[targets != IGNORE].tolist()) == pytest.approx(sorted(alone), abs=1e-5)
+        batch = packed.get_batch([0], CPU)
+        targets = batch.pop("targets")[0]
+        losses = F.cross_entropy(gpt(**batch)[0], targets, ignore_index=IGNORE, reduction="none")
+    assert losses[targets != IGNORE].tolist() == pytest.approx(alone, abs=1e-5)
+    for dataset in padded, packed:
+        model = torch.compile(gpt, dynamic=False, fullgraph=True) if compiled and dataset.pack else gpt
+        loss = model(**dataset.get_batch(range(len(dataset)), CPU))
+        assert loss.item() == pytest.approx(sum(alone), rel=1e-5)
+        assert dataset.count_targets(range(len(dataset)))[0] == len(alone)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gpt.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------
