@@ -88,8 +88,9 @@ class MuonAdamW(torch.optim.Optimizer):
         steps = self.state[self.adamw.param_groups[0]["params"][0]].get("step", 0)  # AdamW's count, saved with a run
         turn = int(steps) % TURNS
         self.adamw.step()
-        for p in chain(*chain(*self.batches)):
-            self.matrix_state(p)["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
+        for batch in chain(*self.batches):  # also of those that do not move in this step
+            for p in batch:
+                self.matrix_state(p)["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
         for batch in self.batches[turn]:
             states = [self.matrix_state(p) for p in batch]
             directions = [gather(p.grad.lerp(state["momentum_buffer"], MOMENTUM))  # Nesterov's
