@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from chat_data import load_conversations
 from checkpoint import has_checkpoint, load_checkpoint
 from conftest import (ROOT, SFT, TINY, Program, chats, check_close, check_same_run, damage, load, one_line_or_works,
-                      patched, run)
+                      patched, read_log, run)
 from dataloader import TokenDataset
 from distributed import excepthook
 from interrupt import StopSignal, drop_failed_writes
@@ -183,6 +183,24 @@ def test_a_reader_that_stops_after_one_line_stops_no_run(shards, tmp_path):
     assert load(tmp_path / "o")["iter_num"] == 20
 
 
+@pytest.mark.parametrize("output", ["os.open('/dev/full', os.O_WRONLY)", "write_end"], ids=["full", "closed"])
+def test_training_goes_on_without_its_output(shards, trained, tmp_path, output):
+    """From the first evaluation on neither stream takes anything."""
+    patch = f"""
+import features, os
+read_end, write_end = os.pipe()
+os.close(read_end)
+def redirect(iter_num, done):
+    for stream in (1, 2):
+        os.dup2({output}, stream)
+    return {{}}
+features.evaluation_hooks = lambda *_: [redirect]
+"""
+    output = run(patched(tmp_path, "train_gpt2.py", patch), *TINY, f"--data_dir={shards}", f"--out_dir={tmp_path}/o")
+    assert "step 0/20" in output and "step 1/20" not in output
+    check_same_run(trained, tmp_path / "o")
+
+
 # -----------------------------------------------------------------------------
 # kills: --kills=50 for more of them
 
@@ -250,6 +268,9 @@ def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(train, whole, tmp_
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=40")
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=60", ranks=2)
     check_close(whole, tmp_path, "train_loss", "val_loss", abs=1e-4)
+    one, other = (read_log(folder, "train_loss", "val_loss") for folder in (whole, tmp_path))
+    for (key, step), value in one.items():
+        assert step > 20 or value == pytest.approx(other[key, step], abs=1e-5), (key, step)
     assert load(whole)["rows_seen"] == load(tmp_path)["rows_seen"]
 
 
