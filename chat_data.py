@@ -310,8 +310,9 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
-                     f"is left; raise its weight, give more conversations, a larger --max_seq_len, or others with "
-                     f"--val_data; skipped or truncated: {notes or 'none'}")
+                     f"is left, as {len(held_out)} of the mixture are held out for validation; raise its weight, give "
+                     f"more conversations, a larger --max_seq_len, or others with --val_data; skipped or truncated: "
+                     f"{notes or 'none'}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats order
 

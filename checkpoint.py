@@ -46,6 +46,7 @@ def load_checkpoint(path, merge=True):
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
     if not candidates or hub_name(path):
         return load_hf(path)
+    problems = []
     for candidate in candidates:
         try:
             with zipfile.ZipFile(candidate) as archive:
@@ -60,6 +61,9 @@ def load_checkpoint(path, merge=True):
                     raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
             # older checkpoints lack norm_eps and have local_heads, which concerned only the initial weights
             checkpoint["model_args"].pop("local_heads", None)
+            unknown = checkpoint["model_args"].keys() - GPTConfig.__annotations__.keys()
+            if unknown:
+                raise ValueError(f"it was trained with {', '.join(sorted(unknown))}, which GPTConfig lacks here")
             checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
             for name, value in checkpoint["model_args"].items():
                 kind = GPTConfig.__annotations__[name]
@@ -68,14 +72,14 @@ def load_checkpoint(path, merge=True):
             if merge and "lora" in checkpoint:
                 merge_adapters(checkpoint)
         except Exception as error:  # a damaged file may raise anything
-            problem = format_error(error)
+            problems.append(f"{candidate}: not a readable checkpoint ({format_error(error)})")
             continue
         if candidate == path / CHECKPOINTS[1]:
             print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, {candidate}, "
                    f"step {checkpoint['iter_num']}")
         return checkpoint
-    fail(f"{candidate}: not a readable checkpoint ({problem}); expected a ckpt.pt of ours or nanoGPT's, its folder, a "
-         f"Hugging Face folder, owner/name on the hub, or one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
+    fail(f"{problems[0]}; expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, owner/name on "
+         f"the hub, or one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
 
 
 def load_model(path, device):
@@ -274,6 +278,12 @@ class Checkpointer:
             if unused:
                 print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
             check(f"{checkpoint['path']}: rows_seen", checkpoint.get("rows_seen", 0), NonNegative)
+            before, now = (config.get("eval_iters", 1) * config.get("batch_size", 1)
+                           for config in (checkpoint["config"], self.facts["config"]))
+            if before != now:
+                print0(f"WARNING: validation reads {now} rows now and read {before} before: the losses are not "
+                       f"comparable, and ckpt_best.pt stays until one is lower; --eval_iters can make up for "
+                       f"--batch_size")
             self.facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
                            "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}
             iter_num = self.restore(checkpoint)

@@ -114,14 +114,14 @@ def configure(namespace, argv=None):
         print_help(namespace, settings)
         raise SystemExit(0)
 
-    files, flags = split_arguments(argv, settings)
+    files, flags = split_arguments(argv)
     given = [(f"{path}: ", name, value) for path in files for name, value in read_config_file(path).items()]
     given += [("--", name, parse(text, settings.get(name, str))) for name, text in flags]
     overrides = {}
     for where, name, value in given:
         if name not in settings:
-            fail(f"{where}{name}: no such setting of {Path(namespace['__file__']).name}"
-                 f"{did_you_mean(name, settings)}; --help lists them all")
+            hint = "; annotate it, as in name: int = 3" if name in namespace else did_you_mean(name, settings)
+            fail(f"{where}{name}: no such setting of {Path(namespace['__file__']).name}{hint}; --help lists them all")
         overrides[name] = check(f"{where}{name}", value, settings[name])
     namespace.update(overrides)
     return {name: namespace[name] for name in settings}, overrides
@@ -140,7 +140,7 @@ def update_settings(namespace, config, where):
         namespace[name] = config[name] = check(f"{where}: {name}", config[name], settings[name])
 
 
-def split_arguments(argv, settings):
+def split_arguments(argv):
     """A command line -> [config file, ...], [(name, text), ...]. A flag is --name=value or --name value."""
     files, flags, arguments = [], [], iter(argv)
     for arg in arguments:
@@ -151,8 +151,7 @@ def split_arguments(argv, settings):
         if not equals:
             text = next(arguments, "--")  # a missing value is refused like one that is another flag
         if name.startswith("-") or not equals and text.startswith("--"):
-            fail(f"{arg!r}: write a setting as --name=value, or as --name value if the value does not begin with --"
-                 f"{did_you_mean(name, settings)}")
+            fail(f"{arg!r}: write a setting as --name=value, or as --name value if the value does not begin with --")
         flags.append((name, text))
     return files, flags
 
@@ -206,8 +205,6 @@ def check(setting, value, hint):
 def did_you_mean(name, settings):
     """A hint appended to an error about an unknown setting: what to use instead, the nearest name, or ""."""
     name = name.replace("-", "_")
-    if name in settings:
-        return ""
     if name in HINTS:
         return f"; here use {HINTS[name]}"
     close = difflib.get_close_matches(name, settings, n=1)

@@ -38,12 +38,12 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
         if not paths and not nanogpt.exists():
-            source = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            sources = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            source = sources.get(Path(data_dir).name, "--files='TEXTS/*.txt'")
             ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
                      f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
-                 f"python prepare_data.py {source.get(Path(data_dir).name, '--files=TEXTS/*.txt')} "
-                 f"--data_dir={data_dir}{ready}")
+                 f"python prepare_data.py {source} --data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         meta = read_meta(data_dir)
         name, folder = meta["tokenizer"], os.path.join(data_dir, "tokenizer")

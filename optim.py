@@ -44,8 +44,10 @@ def configure_optimizer(model, config):
     if muon:
         from muon import MuonAdamW
         optimizer = MuonAdamW(groups, adamw)
-    else:
+    elif config["optimizer"].startswith("adamw"):
         optimizer = torch.optim.AdamW(groups, **adamw)
+    else:
+        raise ValueError(f"optimizer={config['optimizer']}: it has no branch here")
     optimizer.register_load_state_dict_pre_hook(keep_group_settings)
     optimizer.register_load_state_dict_post_hook(check_moments)
     return optimizer

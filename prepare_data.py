@@ -313,6 +313,6 @@ if __name__ == "__main__":
           f"the first {recipe['val_tokens']:,} tokens are for validation; train on the rest:\n"
           f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}"
           + shlex.join([f"--data_dir={folder}", *([] if dataset == "python" else [f"--out_dir=out-{folder.name}"])]))
-    if meta["bytes"] < 50e6 and encoding.name != "bytes":
+    if meta["bytes"] < 50e6 and encoding.name == "gpt2":
         print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
               "--tokenizer=bytes")

@@ -72,7 +72,7 @@ def make_temporary_folder():
 
     def remove():
         shutil.rmtree(folder)
-        print(f"--out_dir=None: {folder} is removed")
+        print(f"--out_dir=None: {folder} is removed; nothing of this run is kept")
 
     if rank() == 0:
         with one_line_errors("--out_dir=None", "remove the folder if a run that was killed left it"):

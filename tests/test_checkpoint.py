@@ -165,6 +165,17 @@ def test_saves_between_evaluations_resume_and_a_save_comes_before_hooks_that_fai
     assert all(same(last[key], resumed[key]) for key in ("model", "optimizer", "val_loss", "best_val_loss"))
 
 
+def test_a_resumed_run_that_validates_on_other_rows_says_so(tmp_path, capsys):
+    saved(tmp_path, 3.0)
+    for batch_size, eval_iters, said in (4, 1, False), (2, 2, False), (2, 1, True):
+        checkpointer = new_checkpointer(tmp_path)
+        checkpointer.facts["config"] = {"batch_size": batch_size, "eval_iters": eval_iters}
+        checkpointer.resume({**load_checkpoint(tmp_path), "config": {"batch_size": 4, "eval_iters": 1}}, 9)
+        warning = "WARNING: validation reads 2 rows now and read 4 before"
+        assert (warning in capsys.readouterr().out) == said and checkpointer.facts["best_val_loss"] == 3.0
+        checkpointer.lock.release()
+
+
 # -----------------------------------------------------------------------------
 # what is read
 
@@ -179,7 +190,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_never_takes_its_pl
         assert [load(tmp_path, name)["iter_num"] for name in ("ckpt.pt", "ckpt_prev.pt")] == [now, before]
     (tmp_path / "ckpt.pt").write_bytes(b"")
     (tmp_path / "ckpt_prev.pt").write_bytes(b"PK")
-    assert "ckpt_prev.pt: not a readable checkpoint" in error_line(load_checkpoint, tmp_path)
+    assert f"{tmp_path}/ckpt.pt: not a readable checkpoint" in error_line(load_checkpoint, tmp_path)
 
 
 def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp_path):
@@ -188,7 +199,8 @@ def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp
     nanogpt = {"model": {}, "model_args": {"n_layer": 1, "block_size": 32}, "iter_num": 5, "config": {}}
     for other in (nanogpt, [1], {**checkpoint, "model_args": {**checkpoint["model_args"], "heads": 3}}):
         torch.save(other, path)
-        assert f"{path}: not a readable checkpoint" in error_line(load_checkpoint, path)
+        assert f"{path}: not a readable checkpoint" in (line := error_line(load_checkpoint, path))
+    assert "(it was trained with heads, which GPTConfig lacks here)" in line
     whole[len(whole) // 2] ^= 1  # one bit of a weight
     path.write_bytes(whole)
     assert "the checksum of " in error_line(load_checkpoint, path)

@@ -103,6 +103,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(train, trained, tmp_p
         assert words in output
     output = run("train_gpt2.py", "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=20")
     assert "changed on resume: max_iters 10 -> 20" in output and "resumed at step 10" in output
+    assert "WARNING" not in output
     assert output.count("----- sample") == 2  # at 10 again
     check_same_run(trained, tmp_path)
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
