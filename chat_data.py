@@ -125,8 +125,8 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
 
 def tokenize_source(source, digest, tokenizer, max_seq_len, version):
     """
-    Yields what is kept of each conversation: inputs and targets as bytes (none if it is skipped), their checksum, a
-    note that says why it was truncated or skipped, and where it is. Stops at the first row in an unknown format.
+    Yields a record for each conversation: inputs and targets as bytes (none if it is skipped), their checksum, a note
+    that says why it was truncated or skipped, and where it is. Stops at the first row in an unknown format.
     """
     yield {"pair": b"", "digest": b"", "note": "", "where": ""}  # datasets cannot keep an empty source
     for where, row in tqdm(read_rows(source), f"tokenizing {source}", delay=2):
@@ -183,7 +183,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
         fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
              f"expected .json or .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as SOURCE "
              f"or SOURCE:WEIGHT, where a decimal WEIGHT sets the passes over it in an epoch; if {chat_dir}/generator "
-             f"is damaged, remove it, and it is made again", alone=bool(cause))
+             f"is damaged, remove it: it will be rebuilt", alone=bool(cause))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
     datasets library keeps the tokenized sources.
     """
     notes, eot = {}, tokenizer.eot_token
-    train, val = [], []  # pairs of inputs and targets, each repeated by its source's weight
+    train, val = [], []  # pairs of inputs and targets, repeated by their sources' weights, unless held out
     for mixed, weights in (train, parse_mixture(data)), (val, parse_mixture(val_data) if val_data else {}):
         loaded = [list(load_conversations(source, tokenizer, max_seq_len, chat_dir, notes)) for source in weights]
         digests = sorted(digest for part in loaded for digest, _ in part)

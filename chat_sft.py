@@ -13,7 +13,6 @@ the data differs, and the number of targets varies and is counted at each step.
 """
 import math
 import time
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 # before torch, whose import takes seconds: from here on Ctrl-C prints one line
@@ -163,8 +162,6 @@ orig_model.recompute = recompute
 # -----------------------------------------------------------------------------
 # Optional features attach here (features.py), as in train_gpt2.py.
 state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
-if scaler.is_enabled():
-    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = compile_options(config, torch_device)
 change_model(orig_model, loader, num_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
              state, metrics)
@@ -176,7 +173,7 @@ state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, num_iters, config, checkpoint, state, metrics)
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, val_rows.first_question(), config, "chat")
 
-facts = dict(model_args=asdict(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
+facts = dict(model_args=vars(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
              data=train_rows.fingerprint, stage="chat")
 checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0
@@ -202,6 +199,7 @@ log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_s
 stop = StopSignal(out_dir)
 while True:
     done = iter_num >= num_iters
+    healthy = done or log.last_skipped != iter_num - 1  # else broken weights could replace both checkpoints
     if iter_num % eval_interval == 0 or done:
         print0("evaluating ...")
         t0 = time.perf_counter()
@@ -209,12 +207,13 @@ while True:
             val_loss, val_bpb = validation_loss(eval_model, val_rows, batch_size, eval_iters, torch_device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_bpb=val_bpb)  # of the assistant's text
-        checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
+        if healthy:
+            checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
-        log.evaluated(iter_num, time.perf_counter() - t0)
-    elif save_interval and iter_num % save_interval == 0 and log.last_skipped != iter_num - 1:
-        checkpointer.save(iter_num)  # not after skipped steps, which could replace both checkpoints by broken weights
+        log(iter_num, eval_seconds=time.perf_counter() - t0)
+    elif save_interval and iter_num % save_interval == 0 and healthy:
+        checkpointer.save(iter_num)
     if done:
         break
 
@@ -246,7 +245,7 @@ while True:
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / n_targets, grad_norm):
         iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
-        loss_sum = math.nan  # taken back, so it does not count in the mean loss
+        loss_sum = math.nan  # the step was undone, so the mean loss leaves it out
     else:
         scaler.step(opt)
         iter_num += 1

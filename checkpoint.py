@@ -12,7 +12,6 @@ import os
 import shutil
 import zipfile
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -64,7 +63,7 @@ def load_checkpoint(path, merge=True):
             unknown = checkpoint["model_args"].keys() - GPTConfig.__annotations__.keys()
             if unknown:
                 raise ValueError(f"it was trained with {', '.join(sorted(unknown))}, which GPTConfig lacks here")
-            checkpoint["model_args"] = asdict(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
+            checkpoint["model_args"] = vars(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
             for name, value in checkpoint["model_args"].items():
                 kind = GPTConfig.__annotations__[name]
                 check(f"{candidate}: {name}", value, Positive if kind is int else kind)
@@ -153,7 +152,7 @@ def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
     from import_hf import hub_name
     base = checkpoint["lora"]
-    for place in (base["absolute"], base["path"], str(Path(checkpoint["path"]).with_name(BASE))):
+    for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
         if os.path.exists(place) or hub_name(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
@@ -185,7 +184,7 @@ def replacing(path):
     try:
         yield temporary
         os.replace(temporary, path)
-    finally:  # a partial file, or left by os.replace, a no-op between links to one file
+    finally:  # partial; or, where both names linked to one file, os.replace has done nothing and left it
         temporary.unlink(missing_ok=True)
 
 

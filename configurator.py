@@ -108,6 +108,9 @@ def configure(namespace, argv=None):
     namespace: the script's globals(). Returns (config, overrides): every setting with its value, and only those that a
     file or flag set. A mistake exits with one line that names the setting and what is accepted.
     """
+    for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be decoded or encoded
+        if hasattr(stream, "reconfigure"):  # not closed
+            stream.reconfigure(errors="replace")
     settings = annotations_of(namespace)
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -179,7 +182,7 @@ def parse(text, hint):
         return text
     try:
         return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # it raises any of them
+    except Exception:  # not only ValueError
         return text
 
 
@@ -188,7 +191,7 @@ def check(setting, value, hint):
     accepted = []
     for kind, limits in alternatives(hint):
         if kind is typing.Literal:
-            if repr(value) in map(repr, limits):  # neither 8.0 nor True is the choice 8
+            if repr(value) in map(repr, limits):  # so that 8.0 and True do not pass for 8 and 1
                 return value
             accepted.append(f"one of {', '.join(map(repr, limits))}")
             continue
@@ -205,8 +208,9 @@ def check(setting, value, hint):
 def did_you_mean(name, settings):
     """A hint appended to an error about an unknown setting: what to use instead, the nearest name, or ""."""
     name = name.replace("-", "_")
-    if name in HINTS:
-        return f"; here use {HINTS[name]}"
+    hint = HINTS.get(name, "")
+    if hint and (not hint.startswith("--") or any(f"--{setting}" in hint for setting in settings)):
+        return f"; here use {hint}"
     close = difflib.get_close_matches(name, settings, n=1)
     return f"; did you mean --{close[0]}?" if close else ""
 

@@ -57,7 +57,7 @@ class TokenDataset:
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)
-        if "val_tokens" in meta:  # prepare_data.py wrote it, and not its first version
+        if "val_tokens" in meta:  # prepare_data.py wrote it; its first version did not record this
             with one_line_errors(f"{data_dir}/meta.json", "run prepare_data.py again"):
                 recorded = meta["val_tokens"] if split == "val" else meta["tokens"] - meta["val_tokens"]
                 if self.tokens != recorded:
@@ -182,7 +182,7 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     n_rows = min(len(dataset), eval_iters * batch_size)
     token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in progress(range(0, n_rows, world_size * batch_size)):  # equally many per rank, for FSDP
+    for first in progress(range(0, n_rows, world_size * batch_size)):  # equally many per rank, as FSDP requires
         rows = torch.arange(batch_size) + first + rank * batch_size
         batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
         batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)

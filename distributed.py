@@ -31,9 +31,6 @@ def init_process(device):
     Also allows TF32. Returns rank, world_size, torch.device.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-    for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be encoded or decoded
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "cuda":  # under torchrun one GPU per rank
@@ -85,7 +82,7 @@ def check_ranks_agree(start):
         dist.all_gather_object(starts, start)
         if starts != len(starts) * [start]:
             other = next(i for i, value in enumerate(starts) if value != starts[0])
-            fail(f"the ranks do not start alike: rank 0 with {starts[0]}, rank {other} with {starts[other]}; all "
+            fail(f"the ranks disagree: rank 0 starts with {starts[0]}, rank {other} with {starts[other]}; all "
                  f"machines must read the same --out_dir and the same data")
 
 

@@ -107,7 +107,7 @@ def tokenize_row(task, row, tokenizer, stage):
         question, choices = row["question"], row["choices"]["text"]
         gold = row["choices"]["label"].index(row["answerKey"])  # A B C D, or 1 2 3 4
     if gold is None or not free_form and gold not in range(len(choices)) or not isinstance(choices, list):
-        raise ValueError("its choices are not a list, or its answer is none of them, or no number")
+        raise ValueError("expected a list of choices with the answer among them, or an answer that is a number")
 
     text = question if free_form and task not in TASKS else "Question: " + question + "\nAnswer:"
     if task == "hellaswag":
@@ -301,7 +301,7 @@ def task_hook(model, tokenizer, autocast, stage, config):
                     result = score(model, tokenizer, stage, examples, config["batch_size"])
                 values |= {f"{task}_{key}": value for key, value in result.items() if key != "examples"}
                 print0(f"step {iter_num}: {format_result(task, result)}")
-            except ValueError as error:  # a score is not worth the run
+            except ValueError as error:  # a task that cannot be scored must not stop the run
                 print0(f"step {iter_num}: {task}: no score: {error}")
         model.train()
         return values

@@ -1,12 +1,12 @@
 """
 Attaches the optional features that a run's settings ask for. Both training loops call these functions; each feature of
-extras/ is one file, imported only if it is used, and can be deleted with its lines here. A loop without the settings
-of a feature does without the feature.
+extras/ is one file, imported only if it is used, and can be deleted with its lines here. A feature is off in a
+loop that does not declare its settings.
 """
 from configurator import one_line_errors
 from distributed import print0
 
-explain_missing = one_line_errors(advice="a setting asks for it, but it is not here", errors=ModuleNotFoundError)
+explain_missing = one_line_errors(advice="a setting needs this module, but it is missing", errors=ModuleNotFoundError)
 
 
 @explain_missing
@@ -49,6 +49,8 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
     each line of the log.
     """
     gradient_hooks, guard, trackers = [], None, []
+    if state["scaler"].is_enabled():  # float16
+        metrics.append(lambda: {"loss_scale": state["scaler"].get_scale()})
     if config.get("fsdp"):
         from extras.fsdp import ShardedOptimizer
         state["optimizer"] = ShardedOptimizer(model, optimizer)

@@ -50,10 +50,9 @@ class HFTokenizer:
 
         settings = json.loads(files.get("tokenizer_config.json", "{}"))
         self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
-        self.named_tokens = {}  # bos_token, eos_token, ..., which templates write
-        for key, token in settings.items():
-            if key.endswith("_token") and isinstance(token, (str, dict)):
-                self.named_tokens[key] = token["content"] if isinstance(token, dict) else token
+        self.named_tokens = {key: token["content"] if isinstance(token, dict) else token  # which templates write
+                             for key, token in settings.items()  # bos_token, eos_token, ...
+                             if key.endswith("_token") and isinstance(token, (str, dict))}
         special = self.special.values()
         candidates = ("<|endoftext|>", self.named_tokens.get("bos_token"), self.named_tokens.get("eos_token"))
         separators = [vocabulary[token] for token in candidates if token in special]
@@ -131,11 +130,11 @@ class HFTokenizer:
         """
         tokenizer.render_chat with the model's template. Its ids are those of transformers, unless a message spells a
         special token, which is text here. The loss covers each answer that the template begins like its generation
-        prompt (a thinking model of Qwen3 begins only the last one so), from there up to and including the special end
+        prompt (Qwen3's thinking models do so only for the last one), from there up to and including the special end
         token. Raises ValueError if the template refuses the messages, or changes anything but their thinking and
         surrounding white space.
         """
-        # the same without the special tokens that messages spell, so that those of the template can be found
+        # a copy with the special tokens in messages masked, so that only the template's own are found
         hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
                                                                 message["content"])} for message in messages]
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))

@@ -8,7 +8,6 @@ of names. transformers and huggingface_hub are imported only when such a model i
 import json
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -109,9 +108,9 @@ def convert_weights(weights, config, names):
 # -----------------------------------------------------------------------------
 # transformers
 
-def import_transformers():
+def import_transformers(where=""):
     """Imports transformers, which takes seconds, without its warnings. Only downloads keep their progress bars."""
-    with one_line_errors("", "pip install transformers"):
+    with one_line_errors(where, "pip install transformers"):
         import transformers
         from huggingface_hub.utils import enable_progress_bars
     transformers.logging.set_verbosity_error()
@@ -170,7 +169,8 @@ def load_hf(path):
     model with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
     run.json. Exits with an error if path is neither, or if model.py computes something other than transformers.
     """
-    transformers, folder, name = import_transformers(), path, hub_name(path)
+    transformers = import_transformers(f"{path}: holds no ckpt.pt; if it is a Hugging Face model")
+    folder, name = path, hub_name(path)
     from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
     with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
@@ -239,7 +239,7 @@ def convert_checkpoint(weights, gpt_config, **facts):
     for name in ("transformer.wte.weight", "lm_head.weight") if padding else ():
         rows = weights[name]
         weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
-    model_args = {**asdict(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
+    model_args = {**vars(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
     return {"model": weights, "model_args": model_args, "stage": "base", "iter_num": 0,
             "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
 

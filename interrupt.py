@@ -50,7 +50,7 @@ class StopSignal:
         if not self.requested:
             self.requested, self.requested_at = True, time.monotonic()
             if number == signal.SIGINT and "RANK" not in os.environ:
-                self.exit_code = 130  # as the shell has it for Ctrl-C: what follows after && does not start
+                self.exit_code = 130  # the shell's for Ctrl-C: a command after && does not run
             if rank() == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: stopping after this step; again, after 5 seconds, exits at once\n"

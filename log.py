@@ -18,7 +18,7 @@ FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl"
            "val_bpb": "{:.4f} bits per byte", "lr": "lr {:.2e}", "grad_norm": "norm {:.2f}", "ms": "{:.0f} ms",
            "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}", "loss_scale": "scale {:.0f}",
            "sparsity": "sparsity {:.2%}", "ce_loss": "ce {:.4f}", "kl_loss": "kl {:.4f}", "temperature": "T {:.4f}",
-           "agreement": "agreement {:.1%}", "shape": "shape {}", "eval_seconds": "evaluated and saved in {:.1f} s"}
+           "agreement": "agreement {:.1%}", "shape": "shape {}", "eval_seconds": "evaluated in {:.1f} s"}
 MAX_SKIPPED = 50  # exit after this many skipped steps in a row
 DIVERGED = 1.2  # warn when the loss, averaged over about 100 steps, is this many times its lowest average
 
@@ -27,11 +27,11 @@ class Logger:
     """
     log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints the values that FORMATS has, and calls
     the trackers. log.step(...) adds up the numbers of one step; log.train(...) logs the steps since its last call,
-    with the values of `metrics`: functions that return a dict, called on all ranks; log.evaluated(...) the duration of
-    an evaluation. Rank 0 writes. Create it after the warm-up: from then on, a compiled graph is a recompile.
+    with the values of `metrics`: functions that return a dict, called on all ranks. eta_seconds counts eval_seconds,
+    the duration of an evaluation with its checkpoint, sample, tasks and plot. Rank 0 writes. Create it after the warm-up: from then on, a compiled graph is a recompile.
 
-    loader: the BatchLoader, which knows the position in the data. flops_per_token of the model, and peak_flops of all
-    ranks together, are for MFU.
+    loader: the BatchLoader, for the position in the data. flops_per_token of the model and peak_flops of all ranks are
+    for MFU.
     """
 
     def __init__(self, out_dir, max_iters, eval_interval, loader, flops_per_token, peak_flops, metrics, trackers,
@@ -114,11 +114,6 @@ class Logger:
                    f"up from {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
                    f"--spike_loss=3, which rolls back")
 
-    def evaluated(self, iter_num, seconds):
-        """Logs how long an evaluation took, with its checkpoint, sample, tasks and plot; eta_seconds counts it."""
-        self.eval_seconds, self.last_eval_seconds = self.eval_seconds + seconds, seconds
-        self(iter_num, eval_seconds=seconds)
-
     def __call__(self, iter_num, **values):
         if rank() > 0 or not values:
             return
@@ -127,6 +122,9 @@ class Logger:
             shown.append(f"eta {datetime.timedelta(seconds=min(int(values['eta_seconds']), 10 ** 9))}")
         if shown:
             print(f"step {iter_num}/{self.max_iters}: {', '.join(shown)}", flush=True)
+        if "eval_seconds" in values:
+            self.last_eval_seconds = values["eval_seconds"]
+            self.eval_seconds += self.last_eval_seconds
         if "val_loss" in values:
             self.val_losses = [*self.val_losses[-3:], values["val_loss"]]
             if len(self.val_losses) == 4 and self.val_losses == sorted(set(self.val_losses)):

@@ -1,4 +1,4 @@
-"""What the machine is and can do: its description, its peak FLOP/s, the memory in use."""
+"""Describes the machine: its name and versions, its peak FLOP/s, the memory in use."""
 import math
 import os
 import platform

@@ -102,7 +102,7 @@ def attend(q, k, v, mask, dropout):
     mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
-    # no fast CUDA kernel takes grouped queries with a mask or in float32 (torch 2.13 on an A100)
+    # no fast CUDA kernel takes grouped queries with a mask or in float32 (torch 2.13)
     if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
@@ -387,8 +387,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(x, weight, targets):
     """
     Sum of the cross entropies, in nats, of x @ weight.T against targets, over targets that are not IGNORE.
-    x (N, C), weight (V, C), targets (N,) int64 -> scalar float32. Under autocast the matmuls are in its dtype;
-    logits, loss and the sum of the weight's gradient are float32.
+    x (N, C), weight (V, C), targets (N,) int64 -> scalar float32. Under autocast the matmuls are in its dtype,
+    and round the logits to it; the loss and the sum of the weight's gradient are float32.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))

@@ -40,6 +40,8 @@ def configure_optimizer(model, config):
             rate = learning_rate if rate is None else rate
             groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
                            "weight_decay": 0.0 if kind == "vectors" else config["weight_decay"]})
+        elif kind == "matrices" and muon:
+            fail("--optimizer=muon: it trains hidden matrices, and here none trains; give adamw")
     adamw = dict(betas=(config["beta1"], config["beta2"]), fused=True)
     if muon:
         from muon import MuonAdamW

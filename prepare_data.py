@@ -61,7 +61,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
         source = {"files": [[path, os.path.getsize(path)] for path in paths]}
         kinds = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
         if len(kinds) > 1 or not kinds < READERS.keys():
-            raise ValueError(f"found {', '.join(sorted(kinds))}")
+            raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
         return source, {"data_files": [*map(glob.escape, paths)], "split": "train", **READERS[kinds.pop()]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}, {}
@@ -209,26 +209,24 @@ def write_shard(folder, tokens, meta):
     write_meta(folder, meta)
 
 
-def write_shards(folder, batches, max_tokens, dtype, meta):
-    """
-    Write batches of tokens, in `dtype`, as shards until there are max_tokens, or no more batches. Keeps meta up to
-    date.
-    """
-    shard, size = bytearray(), np.dtype(dtype).itemsize
+def write_shards(folder, batches, max_tokens, meta):
+    """Write batches of tokens as shards until there are max_tokens, or no more batches. Keeps meta up to date."""
+    shard = []  # arrays of tokens
     with tqdm(total=max_tokens, initial=meta["tokens"], unit="tok", unit_scale=True) as bar:
         for tokens, counts, state in batches:
-            shard += tokens.tobytes()
+            shard.append(tokens)
             meta |= {name: meta[name] + counts[name] for name in counts} | {"state": state}
             bar.update(len(tokens))
             if max_tokens and meta["tokens"] >= max_tokens:
                 break
-            if len(shard) // size >= meta["shard_size"] + (meta["val_tokens"] if meta["train shards"] == 0 else 0):
-                write_shard(folder, np.frombuffer(shard, dtype), meta)
-                shard = bytearray()
+            held_out = meta["val_tokens"] if meta["train shards"] == 0 else 0
+            if sum(map(len, shard)) >= meta["shard_size"] + held_out:
+                write_shard(folder, np.concatenate(shard), meta)
+                shard = []
         else:
             meta["exhausted"] = True
-    if shard and meta["tokens"] > meta["val_tokens"]:
-        write_shard(folder, np.frombuffer(shard, dtype), meta)
+    if any(map(len, shard)) and meta["tokens"] > meta["val_tokens"]:
+        write_shard(folder, np.concatenate(shard), meta)
 
 
 if __name__ == "__main__":
@@ -241,11 +239,9 @@ if __name__ == "__main__":
     tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, python: bytes
     max_tokens: Positive | None = None  # stop with the batch that reaches this many, validation included; None: all
     val_tokens: Positive | None = None  # the first, held out; None: 2**20, or about a tenth of local files if less
-    shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # minimum tokens per training shard
+    shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # least tokens per training shard, except the last of a run
     num_threads: Positive = count_cpus()  # for tokenizing; default: one per CPU that this process may use
     _, overrides = configure(globals())
-    if sys.stdout:  # not closed
-        sys.stdout.reconfigure(errors="replace")  # names that cannot be encoded
 
     # what to read, and what all runs in a folder must agree on
     source_flag = f"--dataset={dataset}" if files is None else f"--files={files}"
@@ -265,7 +261,7 @@ if __name__ == "__main__":
 
     # what earlier runs left in the folder
     folder = Path(data_dir or f"data/{Path(dataset).name if files is None else 'files'}")
-    with one_line_errors(f"--data_dir={folder}", "if another run is writing to it, wait for its end; else give "
+    with one_line_errors(f"--data_dir={folder}", "if another run is writing to it, wait for it to finish; else give "
                          "another --data_dir, or remove the folder if you do not need its shards"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock").acquire(timeout=0)  # until this process exits
@@ -279,8 +275,8 @@ if __name__ == "__main__":
              "to them; train on them as they are, or give another --data_dir")
     else:
         with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "the same command resumes "
-                             "after the complete shards" + (", unless a file must be mended or left out: then give "
-                             "another --data_dir" if files else ""), (Exception, KeyboardInterrupt)):
+                             "after the complete shards" + ("; if you have to fix or leave out a file, give another "
+                             "--data_dir" if files else ""), (Exception, KeyboardInterrupt)):
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
@@ -288,8 +284,7 @@ if __name__ == "__main__":
                 (folder / "tokenizer").mkdir(exist_ok=True)
                 write_atomically(folder / "tokenizer" / name, text.encode())
             batches = read_batches(source, reader, text_column, meta["state"])
-            write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, token_dtype(encoding),
-                         meta)
+            write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:

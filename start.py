@@ -1,4 +1,4 @@
-"""How a run starts: from scratch, from weights, or resumed; with which settings; in which folder; on which machine."""
+"""Starts a run: loads what it starts from, settles its settings and checks its folder."""
 import atexit
 import json
 import os
@@ -39,11 +39,11 @@ def load_init_from(config, overrides, stage):
             fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")
         return None, False
     if resuming and not has_checkpoint(out_dir):
-        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of one")
+        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of an existing one")
     source = out_dir if resuming else init_from.removeprefix("auto:")
     checkpoint = load_checkpoint(source, merge=not resuming)
     model_args = checkpoint["model_args"]
-    # None for a setting of the model means what the model has
+    # None for a setting of the model keeps what the model has
     overrides = {name: value for name, value in overrides.items() if value is not None or name not in model_args}
     if resuming:
         if checkpoint["stage"] != stage:

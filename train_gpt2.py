@@ -9,7 +9,6 @@ It reads in the order it runs: settings, setup, data, model, optimizer; then eva
 """
 import math
 import time
-from dataclasses import asdict, fields
 from typing import Annotated, Literal
 
 # before torch, whose import takes seconds: from here on Ctrl-C prints one line
@@ -43,7 +42,7 @@ save_interval: Positive | None = None  # also save every this many steps, withou
 eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
 log_interval: Positive = 10
-sample_tokens: NonNegative = 64  # length of the sample printed at each evaluation; 0 = off
+sample_tokens: NonNegative = 64  # length of the sample printed at each evaluation after step 0; 0 = off
 wandb_log: bool = False  # log to Weights & Biases
 wandb_project: str | None = None  # None: $WANDB_PROJECT, or forkgpt; the run is named $WANDB_NAME, or after out_dir
 tensorboard: bool = False  # log to out_dir/tensorboard
@@ -141,7 +140,7 @@ if checkpoint:
     check_tokenizer(f"--data_dir={data_dir}", tokenizer, checkpoint)
     model_args = {**checkpoint["model_args"], "dropout": dropout}
 else:
-    model_args = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
+    model_args = {name: config[name] for name in GPTConfig.__annotations__ if name in config}
     model_args["vocab_size"] = train_data.vocab_size
 with one_line_errors(errors=ValueError):
     orig_model = GPT(GPTConfig(**model_args))
@@ -155,8 +154,6 @@ orig_model.recompute = recompute
 # load_state_dict. gradient_hooks: called with iter_num before clipping; they may change gradients and learning rates.
 # metrics: functions that return a dict for the log. eval_hooks: called at each evaluation.
 state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
-if scaler.is_enabled():
-    metrics.append(lambda: {"loss_scale": scaler.get_scale()})
 options = compile_options(config, torch_device)
 change_model(orig_model, loader, max_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
              state, metrics)
@@ -168,7 +165,7 @@ state["optimizer"] = opt = configure_optimizer(orig_model, config)
 gradient_hooks, guard, trackers = change_training(orig_model, opt, max_iters, config, checkpoint, state, metrics)
 eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_token], config, "base")
 
-facts = dict(model_args=asdict(orig_model.config), config=config, data=train_data.fingerprint, stage="base",
+facts = dict(model_args=vars(orig_model.config), config=config, data=train_data.fingerprint, stage="base",
              tokenizer=checkpoint["tokenizer"] if checkpoint else tokenizer_entry(tokenizer))  # keeps a chat template
 checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
@@ -193,6 +190,7 @@ log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_s
 stop = StopSignal(out_dir)
 while True:
     done = iter_num >= max_iters
+    healthy = done or log.last_skipped != iter_num - 1  # else broken weights could replace both checkpoints
     if iter_num % eval_interval == 0 or done:
         print0("evaluating ...")
         t0 = time.perf_counter()
@@ -200,12 +198,13 @@ while True:
             val_loss, val_bpb = validation_loss(eval_model, val_data, batch_size, eval_iters, torch_device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
-        checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
+        if healthy:
+            checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
-        log.evaluated(iter_num, time.perf_counter() - t0)
-    elif save_interval and iter_num % save_interval == 0 and log.last_skipped != iter_num - 1:
-        checkpointer.save(iter_num)  # not after skipped steps, which could replace both checkpoints by broken weights
+        log(iter_num, eval_seconds=time.perf_counter() - t0)
+    elif save_interval and iter_num % save_interval == 0 and healthy:
+        checkpointer.save(iter_num)
     if done:
         break
 
@@ -235,7 +234,7 @@ while True:
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / tokens_per_step, grad_norm):
         iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
-        loss_sum = math.nan  # taken back, so it does not count in the mean loss
+        loss_sum = math.nan  # the step was undone, so the mean loss leaves it out
     else:
         scaler.step(opt)
         iter_num += 1

@@ -53,7 +53,7 @@ class SpikeGuard:
                  f"with a lower --learning_rate")
         checkpoint = load_checkpoint(checkpointer.out_dir, merge=False)
         restored = checkpointer.restore(checkpoint, skip=("rows_seen", "health"))
-        averages = checkpoint.get("health", {})  # they go back with the weights, whose losses may be far higher
+        averages = checkpoint.get("health", {})  # restored, too: the loss of the old weights may be far higher
         self.stats |= {name: averages.get(name, 0) for name in ("loss", "norm", "steps")}
         log.forget_losses()
         if dist.is_initialized():

@@ -74,8 +74,8 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
         block.attn.register_forward_hook(look_at(i))
     with torch.no_grad():
         model.hidden_states(batch["idx"])
-    report(not no_past, f"attention ignores all earlier positions in {len(no_past)} layers{no_past or ''}")
-    report(not future, f"attention sees later positions in {len(future)} layers{future or ''}")
+    report(not no_past, f"layers whose attention ignores all earlier positions: {no_past or 'none'}")
+    report(not future, f"layers whose attention sees later positions: {future or 'none'}")
     report(loss < 0.5 * first,
            f"overfitting one micro-batch: its loss went from {first:.3f} to {loss:.3f} in {steps} steps")
     raise SystemExit(0 if all(results) else 1)

@@ -1,6 +1,7 @@
 """Settings from files and flags: what is accepted, and what is refused in which words."""
 import ast
 import importlib.util
+import io
 import json
 import os
 import re
@@ -153,6 +154,14 @@ def test_a_wrong_name_is_refused_with_the_nearest(script, key, nearest):
         assert ("; annotate it" in line) == (key in ("not_annotated", "_hidden", "json", "__file__")), line
 
 
+def test_what_a_terminal_cannot_show_is_replaced(script, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    configure(vars(script), argv=[])
+    print("\u00fc", flush=True)
+    assert terminal.buffer.getvalue() == b"?\n"
+
+
 def test_a_function_in_a_file_is_no_setting(script):
     for source in ("from math import pi", "def pi(): pass"):
         Path("a.py").write_text(source)
@@ -160,9 +169,12 @@ def test_a_function_in_a_file_is_no_setting(script):
 
 
 def test_another_projects_name_is_answered_with_ours(script):
-    Path("a.py").write_text("block_size = 256")
-    for argument in ("a.py", "--block_size=256", "--block-size=256"):
-        assert "no such setting of script.py; here use --max_seq_len;" in refusal(script, argument)
+    Path("a.py").write_text("total_batch_size = 256")
+    for argument in ("a.py", "--total_batch_size=256", "--total-batch-size=256"):
+        assert "here use" not in refusal(script, argument)  # for a setting that this script lacks, too
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(HINTS, "total_batch_size", "--batch, which counts rows")
+            assert "no such setting of script.py; here use --batch, which counts rows;" in refusal(script, argument)
 
 
 def settings_of(script):

@@ -388,10 +388,10 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("arc_easy", '{"question": "q"', "JSONDecodeError"),
     ("arc_easy", {**arc("q", ["a", "b"], 0), "answerKey": "E"}, "'E' is not in list"),
     ("arc_easy", arc(7, ["a", "b"], 0), "TypeError"),
-    ("mmlu", mmlu("q", ["a", "b"], 2), "its answer is none of them"),
+    ("mmlu", mmlu("q", ["a", "b"], 2), "with the answer among them"),
     ("mmlu", mmlu("q", ["a", 1], 0), "TypeError"),
-    ("mmlu", mmlu("q", "['a', 'b']", 0), "choices are not a list"),
-    ("gsm8k", {"question": "q", "answer": "seven"}, "its answer is none of them, or no number"),
+    ("mmlu", mmlu("q", "['a', 'b']", 0), "expected a list of choices"),
+    ("gsm8k", {"question": "q", "answer": "seven"}, "or an answer that is a number"),
     ("chess", {"question": "1. e4 e5?", "answer": "2. Nf3"}, "its answer does not end with a number"),
     ("chess", {"question": "1 + 1?", "answer": "2 or 3 ..."}, "its answer does not end with a number"),
     ("chess", mmlu("q", ["a", "b"], 1), "some rows have choices and some have none")])

@@ -187,7 +187,8 @@ def test_our_own_checkpoints_load_without_transformers(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "import_hf")
     load_model(save_model(tmp_path, new_gpt("llama")), "cpu")
     (tmp_path / "ckpt.pt").unlink()  # the folder could now be Hugging Face's
-    assert "pip install transformers" in error_line(load_checkpoint, tmp_path)
+    line = error_line(load_checkpoint, tmp_path)
+    assert f"{tmp_path}: holds no ckpt.pt; if it is a Hugging Face model: " in line and "pip install transformers" in line
 
 
 # -----------------------------------------------------------------------------

@@ -263,6 +263,8 @@ def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path, 
     for _ in range(2):
         write_checkpoint(tmp_path / "base", load_checkpoint(save_model(tmp_path / "other", new_gpt("llama", 2))))
     assert same(load_checkpoint(tmp_path / "tuned")["model"], merged)
+    (tmp_path / "base" / "ckpt.pt").write_bytes(b"damaged")
+    assert same(load_checkpoint(tmp_path / "tuned")["model"], merged)
     (tmp_path / "base" / "ckpt.pt").unlink()
     shutil.move(tmp_path / "tuned", tmp_path / "moved")
     assert same(load_checkpoint(tmp_path / "moved")["model"], merged)

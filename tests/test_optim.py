@@ -110,6 +110,12 @@ def test_rates_in_proportion_to_zero_are_refused():
     assert {group["lr"] for group in groups} == {0.0}
 
 
+def test_muon_without_a_matrix_to_train_is_refused():
+    gpt = small_gpt("llama")
+    gpt.transformer.h.requires_grad_(False)
+    assert "--optimizer=muon: it trains hidden matrices" in error_line(configure_optimizer, gpt, optimizer_config("muon"))
+
+
 def take_steps(gpt, optimizer, steps):
     """With the same gradients in the same step of each run and rank."""
     for step in steps:

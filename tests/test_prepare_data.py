@@ -428,7 +428,7 @@ def test_a_folder_of_the_version_before(prepared):
 def test_two_runs_do_not_write_to_one_folder(sources):
     with FileLock(sources / "undisturbed/lock"):
         line = refusal(sources, *PARQUET, "--data_dir=undisturbed")
-    assert "--data_dir=undisturbed" in line and "if another run is writing to it, wait for its end" in line
+    assert "--data_dir=undisturbed" in line and "if another run is writing to it, wait for it to finish" in line
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def test_a_damaged_parquet_file_stops_the_run_and_once_repaired_it_resumes(prepa
     (folder / "b.parquet").write_bytes(whole[:half] + b"\x55" * 300 + whole[half + 300:])
     line = refusal(folder, *command, "--data_dir=out")
     assert "--files=*.parquet" in line and ": b.parquet: " in line
-    assert "unless a file must be mended or left out: then give another --data_dir" in line
+    assert "if you have to fix or leave out a file, give another --data_dir" in line
     (folder / "b.parquet").write_bytes(whole)
     assert "after 0 tokens" not in prepare(folder, *command, "--data_dir=out")
     assert contents(folder / "out") == contents(folder / "undisturbed")

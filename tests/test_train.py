@@ -1,6 +1,5 @@
 """The base path as a user starts it: train, resume, several ranks, compiled, sample."""
 import functools
-import io
 import json
 import math
 import os
@@ -270,7 +269,8 @@ def test_a_run_with_a_broken_weight_names_it_and_exits_after_50_steps(trained, t
     assert "(none: the model's logits are not finite" in output
     assert output.count("error: ") == 1 and "error: step 69: 50 steps in a row were skipped" in output
     run(*resume, f"--out_dir={tmp_path}/b", "--eval_interval=1000", "--save_interval=10", code=2)
-    assert load(tmp_path / "b")["iter_num"] == 20  # nothing was learned since, so nothing is saved over what was
+    for folder in "a", "b":  # nothing was learned since, so nothing is saved over what was
+        assert load(tmp_path / folder)["iter_num"] == 20
 
 
 def test_why_a_step_is_not_finite(trained):
@@ -378,7 +378,7 @@ def test_ranks_that_find_different_checkpoints_are_refused(train, trained, tmp_p
     (tmp_path / "1").mkdir()
     patch = f"import os\nos.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])"
     output = train(tmp_path / "x", "--out_dir=out", "--init_from=auto", patch=patch, ranks=2, code=2)
-    assert "rank 0 with {'step': 20" in output and "rank 1 with {'step': None" in output
+    assert "rank 0 starts with {'step': 20" in output and "rank 1 with {'step': None" in output
 
 
 def test_ranks_that_do_not_divide_the_micro_batches_are_refused():
@@ -422,7 +422,7 @@ def test_a_loss_that_stays_high_is_a_warning_once(shards, tmp_path, capsys):
 def test_the_duration_of_evaluations_counts_in_the_eta(shards, tmp_path):
     """9 steps, an evaluation each 3: after 3 steps of a second each, 6 are left and 2 evaluations."""
     log = new_logger(shards, tmp_path)
-    log.evaluated(0, 10.0)
+    log(0, eval_seconds=10.0)
     for _ in range(3):
         log.step(loss_sum=1.0, targets=1, tokens=1, rows=1, clipped=0, seconds=1.0)
     log.train(3)
@@ -476,15 +476,11 @@ features.change_training = change_training
 # the machine
 
 
-def test_a_process_begins_on_a_device_that_is_here_and_prints_what_its_terminal_can_show(monkeypatch):
+def test_a_process_begins_on_a_device_that_is_here(monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     for device in ("tpu", "cuda:7", "meta"):
         assert f"--device={device}: " in error_line(init_process, device)
-    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
     assert init_process("cpu") == (0, 1, CPU)
-    print("\u00fc", flush=True)
-    assert terminal.buffer.getvalue() == b"?\n"
 
 
 def test_a_peak_is_that_of_the_card(monkeypatch):
