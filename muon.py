@@ -1,6 +1,6 @@
 """Muon for the hidden matrices and AdamW for the rest, as one optimizer (--optimizer=muon)."""
 import math
-from itertools import chain, groupby
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,6 @@ from torch.distributed.tensor import distribute_tensor
 from distributed import gather
 
 MOMENTUM = 0.9  # Jordan et al. have 0.95; with small batches and rates that fall from the start 0.9 is better
-TURNS = 2  # each matrix moves in every second step, twice as far: half the work at about the same loss
 
 
 def newton_schulz(matrices):
@@ -43,9 +42,8 @@ def muon_updates(matrices, mean_square, beta2=0.95):
 class MuonAdamW(torch.optim.Optimizer):
     """
     One optimizer for the whole model. The first of `groups` gets Muon, which orthogonalizes the update of each matrix
-    (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with NorMuon's step size for each row. The matrices take
-    turns: every second one of a shape moves in this step, the others in the next. The other groups get torch's AdamW
-    with the settings `adamw`.
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with NorMuon's step size for each row. The other groups
+    get torch's AdamW with the settings `adamw`.
 
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Its state stays on the owner until
     state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix and keeps
@@ -57,16 +55,13 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(groups, {})
         by_shape = sorted(groups[0]["params"], key=lambda p: p.shape)
         self.sharded = hasattr(by_shape[0], "full_tensor")
-        self.turns = [by_shape[i::TURNS] for i in range(TURNS)]
-        self.owner, rank = {}, None  # matrix -> the rank that updates it; empty on one rank and under FSDP
+        self.owner = {}  # matrix -> the rank that updates it; empty on one rank and under FSDP
+        mine = by_shape
         if dist.is_initialized() and not self.sharded:
-            self.owner = {p: i % dist.get_world_size() for turn in self.turns for i, p in enumerate(turn)}
-            rank = dist.get_rank()
-        self.batches = []  # of each turn, this rank's matrices; those of one shape are orthogonalized together
-        for turn in self.turns:
-            mine = [p for p in turn if self.owner.get(p) == rank]
-            self.batches.append([[p] for p in mine] if self.sharded else  # under FSDP only one at a time is gathered
-                                [list(batch) for _, batch in groupby(mine, lambda p: p.shape)])
+            self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_shape)}  # evenly by shape
+            mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
+        # matrices of one shape are orthogonalized together; under FSDP only one at a time is gathered
+        self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
         self.muon_updates = muon_updates
 
     @torch.no_grad()
@@ -75,7 +70,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if self.sharded:
             return
         self.muon_updates = torch.compile(muon_updates, dynamic=False, backend=backend)
-        for batch in chain(*self.batches):
+        for batch in self.batches:
             matrices = torch.stack(batch)
             self.muon_updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1))
 
@@ -85,26 +80,21 @@ class MuonAdamW(torch.optim.Optimizer):
         # load_state_dict replaces these objects, so re-link them each time
         group, *self.adamw.param_groups = self.param_groups
         self.adamw.state = self.state
-        steps = self.state[self.adamw.param_groups[0]["params"][0]].get("step", 0)  # AdamW's count, saved with a run
-        turn = int(steps) % TURNS
         self.adamw.step()
-        for batch in chain(*self.batches):  # also of those that do not move in this step
-            for p in batch:
-                self.matrix_state(p)["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
-        for batch in self.batches[turn]:
-            states = [self.matrix_state(p) for p in batch]
-            directions = [gather(p.grad.lerp(state["momentum_buffer"], MOMENTUM))  # Nesterov's
-                          for p, state in zip(batch, states)]
+        for batch in self.batches:
+            states, directions = [self.matrix_state(p) for p in batch], []
+            for p, state in zip(batch, states):
+                momentum = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
+                directions.append(gather(p.grad.lerp(momentum, MOMENTUM)))  # Nesterov's
             updates, mean_square = self.muon_updates(
                 torch.stack(directions), torch.stack([state["row_mean_square"] for state in states]))
             for p, state, update, mean in zip(batch, states, updates, mean_square):
                 state["row_mean_square"].copy_(mean)
                 if self.sharded:
                     update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-                p.mul_(1 - TURNS * group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-TURNS * group["lr"] * math.sqrt(max(1, p.size(0) / p.size(1))))
-        moved = [p for p in self.turns[turn] if p in self.owner]
-        for broadcast in [dist.broadcast(p, self.owner[p], async_op=True) for p in moved]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.size(0) / p.size(1))))
+        for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()
 
     def matrix_state(self, p):

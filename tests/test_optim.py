@@ -179,7 +179,7 @@ def test_newton_schulz_is_torchs():
 @pytest.mark.parametrize("arch, backend", [
     ("gpt2", None), ("llama", "aot_eager"), pytest.param("llama", "inductor", marks=pytest.mark.slow)])
 def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, backend):
-    """Four steps with random gradients; its matmuls are in bfloat16, hence the tolerance."""
+    """Three steps with random gradients; its matmuls are in bfloat16, hence the tolerance."""
     gpt, twin = small_gpt(arch), small_gpt(arch)
     optimizer = configure_optimizer(gpt, optimizer_config("muon", weight_decay=5.0))
     adamw = configure_optimizer(twin, optimizer_config("adamw", weight_decay=5.0))
@@ -187,27 +187,24 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
         optimizer.compile(backend)
     hidden = {name: p.detach().clone() for name, p in gpt.transformer.h.named_parameters() if p.dim() == 2}
     momentum, mean_square = dict.fromkeys(hidden, 0.0), dict.fromkeys(hidden, 0.0)  # of each row, NorMuon's
-    by_shape = sorted(hidden, key=lambda name: hidden[name].shape)
     mu = 0.9
-    for step in range(4):
+    for step in range(3):
         take_steps(gpt, optimizer, [step])
         take_steps(twin, adamw, [step])
         for name, p in hidden.items():
             gradient = gpt.transformer.h.get_parameter(name).grad
             momentum[name] = mu * momentum[name] + (1 - mu) * gradient
-            if by_shape.index(name) % 2 != step % 2:
-                continue
             update = newton_schulz((mu * momentum[name] + (1 - mu) * gradient)[None])[0].float()  # Nesterov
             norm = update.norm()
             mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
             update = update / mean_square[name].sqrt()[:, None]
             update *= norm / update.norm()
-            p -= 2 * 0.02 * (5 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
+            p -= 0.02 * (5 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
     for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
         expected = hidden.get(name.removeprefix("transformer.h."))
         if expected is None:
             torch.testing.assert_close(p, q)
-        else:  # of two updates, each with entries of about 0.04 / sqrt(16)
+        else:  # of three updates, each with entries of about 0.02 / sqrt(16)
             assert (p - expected).abs().mean() < 0.02 * 0.02, name
 
 
@@ -235,4 +232,4 @@ def test_ranks_that_share_out_the_matrices_make_the_update_of_one(tmp_path):
     assert same(one[:2], first[:2]) and same(first, second)
     assert len(one[1]["state"]) == sum(len(group["params"]) for group in one[1]["param_groups"]) == 21
     owners = list(first[2].values())
-    assert one[2] == {} and len(owners) == 14 and [owners.count(0), owners.count(1)] == [8, 6]  # of 7 in each turn
+    assert one[2] == {} and len(owners) == 14 and owners.count(0) == owners.count(1) == 7
