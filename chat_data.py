@@ -310,7 +310,7 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
-                     f"is left, as {len(held_out)} of the mixture are held out for validation; raise its weight, give "
+                     f"is left, with {len(held_out)} of the mixture held out for validation; raise its weight, give "
                      f"more conversations, a larger --max_seq_len, or others with --val_data; skipped or truncated: "
                      f"{notes or 'none'}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))

@@ -28,7 +28,8 @@ class Logger:
     log(iter_num, name=value, ...) appends a line to out_dir/log.jsonl, prints the values that FORMATS has, and calls
     the trackers. log.step(...) adds up the numbers of one step; log.train(...) logs the steps since its last call,
     with the values of `metrics`: functions that return a dict, called on all ranks. eta_seconds counts eval_seconds,
-    the duration of an evaluation with its checkpoint, sample, tasks and plot. Rank 0 writes. Create it after the warm-up: from then on, a compiled graph is a recompile.
+    the duration of an evaluation with its checkpoint, sample, tasks and plot. Rank 0 writes. Create it after the
+    warm-up: from then on, a compiled graph is a recompile.
 
     loader: the BatchLoader, for the position in the data. flops_per_token of the model and peak_flops of all ranks are
     for MFU.

@@ -113,7 +113,8 @@ def test_rates_in_proportion_to_zero_are_refused():
 def test_muon_without_a_matrix_to_train_is_refused():
     gpt = small_gpt("llama")
     gpt.transformer.h.requires_grad_(False)
-    assert "--optimizer=muon: it trains hidden matrices" in error_line(configure_optimizer, gpt, optimizer_config("muon"))
+    line = error_line(configure_optimizer, gpt, optimizer_config("muon"))
+    assert "--optimizer=muon: it trains hidden matrices" in line
 
 
 def take_steps(gpt, optimizer, steps):
