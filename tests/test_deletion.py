@@ -37,7 +37,7 @@ def test_without_any_extras_the_loops_run_and_adapters_are_read(shards, trained,
               "--max_new_tokens=4"], f"LoRA on {trained}" if lora else "chat model")]:
         assert word in run(without("extras", tmp_path, script), *args)
     line = refused(without("extras", tmp_path, "train_gpt2.py"), *train[1:], "--sparsity=0.5", "--overwrite=True")
-    assert "No module named 'extras.prune'" in line and "; a setting asks for it" in line
+    assert "No module named 'extras.prune'" in line and "; a setting needs this module" in line
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
