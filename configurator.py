@@ -117,7 +117,7 @@ def configure(namespace, argv=None):
         print_help(namespace, settings)
         raise SystemExit(0)
 
-    files, flags = split_arguments(argv)
+    files, flags = split_arguments(argv, settings)
     given = [(f"{path}: ", name, value) for path in files for name, value in read_config_file(path).items()]
     given += [("--", name, parse(text, settings.get(name, str))) for name, text in flags]
     overrides = {}
@@ -143,7 +143,7 @@ def update_settings(namespace, config, where):
         namespace[name] = config[name] = check(f"{where}: {name}", config[name], settings[name])
 
 
-def split_arguments(argv):
+def split_arguments(argv, settings):
     """A command line -> [config file, ...], [(name, text), ...]. A flag is --name=value or --name value."""
     files, flags, arguments = [], [], iter(argv)
     for arg in arguments:
@@ -154,7 +154,8 @@ def split_arguments(argv):
         if not equals:
             text = next(arguments, "--")  # a missing value is refused like one that is another flag
         if name.startswith("-") or not equals and text.startswith("--"):
-            fail(f"{arg!r}: write a setting as --name=value, or as --name value if the value does not begin with --")
+            fail(f"{arg!r}: write a setting as --name=value, or as --name value if the value does not begin with --"
+                 f"{'' if name in settings else did_you_mean(name, settings)}")
         flags.append((name, text))
     return files, flags
 

@@ -201,6 +201,7 @@ def test_each_setting_that_a_hint_names_exists_in_a_script_without_that_other_na
 def test_a_flag_without_a_value_is_refused(script, flag):
     line = refusal(script, flag)
     assert repr(flag) in line and "--name=value" in line
+    assert ("did you mean --steps?" in line) == (flag == "-steps=5")
 
 
 def test_a_flag_is_not_taken_for_the_value_of_another(script):

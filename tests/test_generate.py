@@ -41,7 +41,6 @@ def greedy_uncached(gpt, prompt, n):
 # -----------------------------------------------------------------------------
 # the cache
 
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_logits_equal_uncached(variant):
     """For MLA: absorbed equals expanded."""
