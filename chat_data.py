@@ -311,8 +311,7 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
                      f"is left, with {len(held_out)} of the mixture held out for validation; raise its weight, give "
-                     f"more conversations, a larger --max_seq_len, or others with --val_data; skipped or truncated: "
-                     f"{notes or 'none'}")
+                     f"more conversations, a larger --max_seq_len, or others with --val_data.{list_notes(notes)}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats order
 
@@ -323,7 +322,10 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
     n_positions = len(rows) * max_seq_len
     text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
             f"{n_tokens / n_positions:.1%} of the positions are not padding, {n_targets / n_positions:.1%} are "
-            f"trained on; {len(val):,} conversations for validation")
-    for note, (count, where) in notes.items():
-        text += f"\n  {count:,} {note} (the first: {where})"
+            f"trained on; {len(val):,} conversations for validation{list_notes(notes)}")
     return *datasets, text
+
+
+def list_notes(notes):
+    """What was truncated or skipped, a line each."""
+    return "".join(f"\n  {count:,} {note} (the first: {where})" for note, (count, where) in notes.items())
