@@ -61,7 +61,7 @@ class GPTConfig:
             # By default a head's query and key, nope + rope, are as wide as its value. If the widths differ, SDPA
             # cannot use its flash kernels: CUDA falls back to the memory-efficient one, a CPU to all T x T weights.
             rope = 0 if gpt2 else self.qk_rope_head_dim or max(2, hd // 4 * 2)
-            derived |= {"kv_lora_rank": min(128, C // 2), "qk_rope_head_dim": rope,
+            derived |= {"kv_lora_rank": max(1, min(128, C // 2)), "qk_rope_head_dim": rope,
                         "qk_nope_head_dim": max(1, hd - rope), "v_head_dim": hd}
         for name, value in derived.items():
             if getattr(self, name) is None:

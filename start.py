@@ -33,7 +33,7 @@ def load_init_from(config, overrides, stage):
     resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
     if auto and resuming and config["overwrite"]:
         fail(f"--overwrite=True: --init_from={init_from} resumes the run in {out_dir}; to replace it, give "
-             f"--init_from=scratch, or the model to start from")
+             f"--init_from=... without auto")
     if not resuming and init_from in ("scratch", "auto"):
         if stage == "chat":
             fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")
@@ -61,7 +61,7 @@ def load_init_from(config, overrides, stage):
     with one_line_errors(source, errors=TypeError):  # of a crafted checkpoint
         config["max_seq_len"] = pick_max_seq_len(asked, model_args["max_seq_len"], most=2048)
     if "masks" in checkpoint and not resuming and not config.get("sparsity"):
-        print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero")
+        print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero, but not with LoRA")
     return checkpoint, resuming
 
 

@@ -209,3 +209,8 @@ def test_a_config_without_a_model_is_refused_by_the_name_of_its_field(named, set
 def test_more_tokens_than_positions_are_refused():
     with pytest.raises(ValueError, match="max_seq_len=48"):
         new_gpt("llama")(tokens(length=49))
+
+
+def test_no_derived_size_is_zero_at_the_smallest_width():
+    config = GPTConfig(n_head=1, n_embd=1, attention="mla")
+    assert config.kv_lora_rank == config.qk_nope_head_dim == config.v_head_dim == 1
