@@ -351,7 +351,8 @@ def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
     line = error_line(build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
-    assert re.search(r"b.jsonl:1: none of its 0.*data\. \d skipped: a message is empty.*its roles are", line), line
+    words = r"b.jsonl:1: none of its 0.*--val_data\. \d skipped: a message is empty.*its roles are not"
+    assert re.search(words, line), line
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken
     assert "1 conversations" in text and "2 skipped: " in text and "line 2" in text
