@@ -61,7 +61,7 @@ def time_nanogpt(script, argv, device):
     return {"tok_per_sec": 1000 * tokens / ms, "ms": ms, "peak_mem_mb": peak_memory_mb(device)}
 
 
-def profile_steps(argv, steps):
+def profile_steps(argv, steps, device):
     """Runs train_gpt2.py in this process, with torch's profiler on in the three steps after the first `steps`."""
     from torch._inductor import config as inductor
     inductor.cpp.enable_kernel_profile = True  # else compiled CPU kernels have no names
@@ -71,7 +71,7 @@ def profile_steps(argv, steps):
         trace = Path("trace.json").resolve()
         run_script(TRAIN, [*argv, f"--max_iters={steps + 4}"])
     profiler.export_chrome_trace(str(trace))
-    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=10))
+    print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10))
     print(f"open {trace} in https://ui.perfetto.dev")
 
 
@@ -106,7 +106,7 @@ if __name__ == "__main__":
         ours = [*common, "--sample_tokens=0", "--warmup_iters=0", "--overwrite=True", f"--data_dir={folder}/data",
                 "--init_from=scratch", *sizes]
         if profile:
-            profile_steps(ours, steps)
+            profile_steps(ours, steps, torch_device)
             raise SystemExit(0)
 
         spawn, rows = multiprocessing.get_context("spawn"), defaultdict(list)

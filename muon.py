@@ -82,18 +82,16 @@ class MuonAdamW(torch.optim.Optimizer):
         self.adamw.state = self.state
         self.adamw.step()
         for batch in self.batches:
-            states, directions = [self.matrix_state(p) for p in batch], []
-            for p, state in zip(batch, states):
-                momentum = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
-                directions.append(gather(p.grad.lerp(momentum, MOMENTUM)))  # Nesterov's
-            updates, mean_square = self.muon_updates(
-                torch.stack(directions), torch.stack([state["row_mean_square"] for state in states]))
-            for p, state, update, mean in zip(batch, states, updates, mean_square):
-                state["row_mean_square"].copy_(mean)
-                if self.sharded:
-                    update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.size(0) / p.size(1))))
+            states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
+            momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
+            torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
+            directions = map(gather, torch._foreach_lerp(grads, momenta, MOMENTUM))  # Nesterov's
+            updates, mean_square = self.muon_updates(torch.stack([*directions]), torch.stack(means))
+            torch._foreach_copy_(means, mean_square.unbind())
+            if self.sharded:  # then a batch is one matrix
+                updates = distribute_tensor(updates[0], p.device_mesh, p.placements, src_data_rank=None)[None]
+            torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(batch, updates.unbind(), alpha=-group["lr"] * math.sqrt(max(1, p.size(0) / p.size(1))))
         for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()
 

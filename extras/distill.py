@@ -173,11 +173,10 @@ def load_teacher(loader, config, dtype, options, vocab_size):
         apply_fsdp(net, device, dtype, options)
     else:
         net.to(device)
-        if options and device.type == "cpu":
+        if options:
             with suppress(ModuleNotFoundError):
                 from extras.block_attention import attach_block_attention
-                attach_block_attention(net)
-        if options:
+                attach_block_attention(net, device)
             net.hidden_states = torch.compile(net.hidden_states, **options)
 
     def teacher_forward(batch):

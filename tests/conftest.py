@@ -16,6 +16,7 @@ import time
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -144,7 +145,8 @@ class Program:
         self.file, self.output = tempfile.NamedTemporaryFile("r", errors="replace"), ""
         self.process = forked.Process(target=run_forked, args=(str(ROOT / script), [*map(str, args)], os.getcwd(), env,
                                                                self.file.name))
-        self.process.start()
+        with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # kept by the forks' server; CUDA survives no fork
+            self.process.start()
 
     def read_until(self, word):
         """Waits for it to print a word. Returns whether it did before it ended."""
