@@ -17,6 +17,8 @@ from collections import Counter
 from contextlib import suppress
 
 import numpy as np
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from tqdm import tqdm
 
 from configurator import fail, format_error
@@ -220,26 +222,32 @@ def fill_rows(pairs, max_seq_len, pack, eot):
 # ---------------------------------------------------------------------------------------------------
 # rows -> batches
 
-def packed_mask_and_positions(begins):
+def packed_mask_and_positions(begins, blocks=False):
     """
     begins: (B, T) bool, whether a text begins at a position; each padding position counts as a separate text, so every
-    query has a key. Returns the mask, (B, 1, T, T) bool, causal within each text, and positions, (B, T) int64, that
-    restart with each text.
+    query has a key. Returns the mask, (B, 1, T, T) bool, causal within each text, with `blocks` as a BlockMask; and
+    positions, (B, T) int64, that restart with each text.
     """
-    text = begins.cumsum(1)  # (B, T), the number of each position's text
-    mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
-    return mask, mask.sum(-1)[:, 0] - 1
+    (B, T), text = begins.shape, begins.cumsum(1)  # (B, T), the number of each position's text
+    positions = torch.arange(T, device=begins.device)
+    positions = positions - torch.where(begins, positions, 0).cummax(1).values
+    if blocks:
+        def may_look(b, head, query, key):
+            return (text[b, query] == text[b, key]) & (query >= key)
+        return create_block_mask(may_look, B, None, T, T, device=begins.device), positions
+    return (text[:, None, :, None] == text[:, None, None, :]).tril(), positions
 
 
 class ChatDataset:
     """
-    The rows of one split, (n, 2, max_seq_len), as batches. pack: whether a row may hold several texts.
+    The rows of one split, (n, 2, max_seq_len), as batches. pack: whether a row may hold several texts; then the mask
+    is a BlockMask if block_mask is set.
     fingerprint: identifies the mixture.
     """
 
     def __init__(self, rows, tokenizer, pack, fingerprint):
         self.rows, self.tokenizer, self.pack, self.fingerprint = rows, tokenizer, pack, fingerprint
-        self.max_seq_len = rows.shape[2]
+        self.max_seq_len, self.block_mask = rows.shape[2], False
         self.text_start = text_start(rows.dtype)
 
     def __len__(self):
@@ -256,7 +264,8 @@ class ChatDataset:
         targets[targets >= self.text_start] = IGNORE
         batch = {"idx": to_device(idx, device), "targets": to_device(targets, device)}
         if self.pack:
-            batch["mask"], batch["positions"] = packed_mask_and_positions(to_device(begins, device))
+            batch["mask"], batch["positions"] = packed_mask_and_positions(
+                to_device(begins, device), self.block_mask)
         return batch
 
     def first_question(self):

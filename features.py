@@ -29,12 +29,12 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
             model, loader, num_rows, config.get("chat_dir") or config["data_dir"], config, dtype, options,
             checkpoint if resuming else None)
         metrics.append(distillation.metrics)
-    if options:
+    if options and loader.device.type == "cpu":
         try:
             from extras.block_attention import attach_block_attention
-            attach_block_attention(model, loader.device)
+            attach_block_attention(model)
         except ModuleNotFoundError:
-            print0("extras/block_attention.py is not here: attention is slower")
+            print0("extras/block_attention.py is not here: attention is slower on a CPU")
     if config.get("fsdp"):
         from extras.fsdp import ShardedModel, apply_fsdp
         apply_fsdp(model, loader.device, dtype, options)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1  # ignore_index: a target with this value has no loss
@@ -99,9 +100,14 @@ NO_CHOICE = {
 def attend(q, k, v, mask, dropout):
     """
     Softmax attention. q (B, T, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) -> (B, T, nh * vd).
-    mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T.
+    mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T; or, without
+    dropout, a BlockMask: FlexAttention (Dong et al. 2024) skips the blocks of scores in which no query may look.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
+    if isinstance(mask, BlockMask):
+        # uncompiled it would keep all scores
+        attention = flex_attention if torch.compiler.is_compiling() else torch.compile(flex_attention, dynamic=False)
+        return attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
     # no fast CUDA kernel takes grouped queries with a mask or in float32 (torch 2.13)
     if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
@@ -330,8 +336,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, rope, positions, mask, cache=None):
-        x = x + self.drop(self.attn(self.ln_1(x), rope, positions, mask, cache))
-        x = x + self.drop(self.mlp(self.ln_2(x)))
+        x = x + self.drop(self.attn(self.ln_1(x.float()), rope, positions, mask, cache))
+        x = x + self.drop(self.mlp(self.ln_2(x.float())))
         return x
 
 
@@ -467,8 +473,8 @@ class GPT(nn.Module):
         """
         idx (B, T) int64 -> (B, T, C), the input of lm_head.
         positions: (B, T) int64; None: 0 .. T - 1.
-        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3), never at a later one; None:
-        causal.
+        mask: (B, 1, T, T) bool, True where a query (dim 2) may look at a key (dim 3), never at a later one; or a
+        BlockMask, see attend; None: causal.
         cache: from new_cache; keys and values are written there at `positions`, and each query sees the cache up to
         its own position. Needs positions and no mask.
         """
@@ -490,12 +496,15 @@ class GPT(nn.Module):
             mask = (torch.arange(S, device=idx.device) <= positions[..., None])[:, None]  # (B, 1, T, S)
 
         x = self.transformer.drop(x)
+        # under autocast the residual stream is bfloat16, too, as in nanochat; float16 could overflow
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+            x = x.bfloat16()
         for i, block in enumerate(self.transformer.h):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, positions, mask, use_reentrant=False)
             else:
                 x = block(x, rope, positions, mask, None if cache is None else cache[i])
-        return self.transformer.ln_f(x)
+        return self.transformer.ln_f(x.float())
 
     def new_cache(self, batch, length, dtype=torch.float32):
         """An empty KV cache for `batch` rows of up to `length` positions: for each layer, its attention's tensors."""

@@ -1,49 +1,19 @@
 """
-Attention in blocks, for a compiled model. On a CPU, below 768 positions, torch's scaled_dot_product_attention works in
-smaller blocks and takes twice as long. On a GPU, with a mask, it computes all scores, and FlexAttention only those
-blocks of scores in which a query may look at a key.
+Attention for a model that is compiled for a CPU. Below 768 positions torch's scaled_dot_product_attention works in
+smaller blocks there and takes twice as long.
 """
 import math
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model import attend
 
 
-def attach_block_attention(model, device):
-    """Makes a GPT, to be compiled for a device, attend in blocks where that is faster."""
-    c = model.config
-    if device.type == "cuda" and not c.dropout and (c.v_head_dim or c.head_dim) >= 16:  # FlexAttention's limits
-        attach_block_mask(model)
-    elif device.type == "cpu":
-        for block in model.transformer.h:
-            block.attn.attend = attend_in_blocks
-
-
-def attach_block_mask(model):
-    """Makes a GPT, while it is being compiled, use FlexAttention (Dong et al. 2024) for rows with a mask."""
-    hidden_states = model.hidden_states
-
-    def hidden_states_in_blocks(idx, positions=None, mask=None, cache=None):
-        if mask is None or not torch.compiler.is_compiling():
-            return hidden_states(idx, positions, mask, cache)
-        (B, T), S = idx.shape, mask.size(-1)
-        blocks = create_block_mask(lambda b, h, query, key: mask[b, 0, query, key], B, None, T, S, idx.device)
-        return hidden_states(idx, positions, blocks, cache)
-
-    model.hidden_states = hidden_states_in_blocks  # one mask for all layers
+def attach_block_attention(model):
+    """Makes a GPT attend in blocks of queries where that is faster."""
     for block in model.transformer.h:
-        block.attn.attend = attend_with_block_mask
-
-
-def attend_with_block_mask(q, k, v, mask, dropout):
-    """model.attend; mask may be a BlockMask."""
-    if not isinstance(mask, BlockMask):
-        return attend(q, k, v, mask, dropout)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, hd)
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2).flatten(2)
+        block.attn.attend = attend_in_blocks
 
 
 def attend_in_blocks(q, k, v, mask, dropout):

@@ -173,10 +173,11 @@ def load_teacher(loader, config, dtype, options, vocab_size):
         apply_fsdp(net, device, dtype, options)
     else:
         net.to(device)
-        if options:
+        if options and device.type == "cpu":
             with suppress(ModuleNotFoundError):
                 from extras.block_attention import attach_block_attention
-                attach_block_attention(net, device)
+                attach_block_attention(net)
+        if options:
             net.hidden_states = torch.compile(net.hidden_states, **options)
 
     def teacher_forward(batch):

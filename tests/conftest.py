@@ -366,7 +366,7 @@ VARIANTS = {
     "gpt2_mla": dict(arch="gpt2", attention="mla", kv_lora_rank=24),
     "llama_mla": dict(arch="llama", attention="mla", kv_lora_rank=24),
     "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10,
-                        qk_rope_head_dim=6, v_head_dim=12),
+                        qk_rope_head_dim=6, v_head_dim=8),
 }
 
 

@@ -20,7 +20,8 @@ from hypothesis import given, settings, strategies as st
 import chat_data
 from chat_data import (ChatDataset, best_fit, build_datasets, fill_rows, packed_mask_and_positions, parse_mixture,
                        to_messages, tokenize_conversation)
-from conftest import NEW_TEXT, NO_LOSS, conversations_of, error_line, jsonl, new_gpt, turns
+from compiling import graphs_compiled
+from conftest import GPU, NEW_TEXT, NO_LOSS, conversations_of, error_line, jsonl, needs_gpu, new_gpt, tokens, turns
 from model import IGNORE
 from python_text import python_conversations
 from tokenizer import decode_chat, get_tokenizer, render_chat
@@ -249,6 +250,31 @@ def test_batches(tmp_path, pack):
             expected |= {"positions": expected["idx"], "mask": (torch.bool, (B, 1, 64, 64), (4096, 4096, 64, 1))}
         # one stride for all batch sizes, or the compiled model would be compiled again
         assert {name: (x.dtype, x.shape, x.stride()) for name, x in batch.items()} == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=needs_gpu)])
+@pytest.mark.parametrize("variant, recompute", [("gpt2", False), ("qwen3", True), ("llama_mla", False)])
+def test_with_blocks_for_a_mask_the_gradients_are_the_same_and_nothing_is_recompiled(device, variant, recompute,
+                                                                                     monkeypatch):
+    """On a CPU without generated code, and against its will: FlexAttention has no backward there."""
+    if device == "cpu":
+        monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    torch.compiler.reset()
+    rng, gpt = torch.Generator().manual_seed(0), new_gpt(variant, max_seq_len=300)
+    gpt.recompute = recompute
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    model, before = torch.compile(gpt, backend=backend, dynamic=False, fullgraph=True), graphs_compiled()
+    for _ in range(2):
+        begins = torch.rand(2, 300, generator=rng) < 0.02
+        gradients = []
+        for where, blocks, function in ("cpu", False, gpt), (device, True, model):
+            gpt.to(where).zero_grad()
+            mask, positions = packed_mask_and_positions(begins.to(where), blocks)
+            batch = [x.to(where) for x in (tokens(2, 300), tokens(2, 300, seed=2), positions)]
+            function(*batch, mask).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in gpt.parameters()]).cpu())
+        assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
+    assert graphs_compiled() == before + 1
 
 
 def test_a_row_is_shown_token_by_token(tmp_path):
