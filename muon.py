@@ -85,8 +85,8 @@ class MuonAdamW(torch.optim.Optimizer):
             states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
             momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
-            directions = map(gather, torch._foreach_lerp(grads, momenta, MOMENTUM))  # Nesterov's
-            updates, mean_square = self.muon_updates(torch.stack([*directions]), torch.stack(means))
+            directions = [gather(grad.lerp(mean, MOMENTUM)) for grad, mean in zip(grads, momenta)]  # Nesterov's
+            updates, mean_square = self.muon_updates(torch.stack(directions), torch.stack(means))
             torch._foreach_copy_(means, mean_square.unbind())
             if self.sharded:  # then a batch is one matrix
                 updates = distribute_tensor(updates[0], p.device_mesh, p.placements, src_data_rank=None)[None]
