@@ -88,6 +88,7 @@ import triton  # noqa: E402
 from torch._inductor.utils import run_and_get_code  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from chat_data import packed_mask_and_positions  # noqa: E402
 from compiling import compile_options  # noqa: E402
 from distributed import make_autocast  # noqa: E402
 from model import F, GPT, GPTConfig  # noqa: E402
@@ -102,7 +103,7 @@ chosen, attend = [], F.scaled_dot_product_attention
 
 
 def attend_and_record(*inputs, **settings):
-    torch.backends.cuda.enable_cudnn_sdp(settings.get("attn_mask") is None)  # as chat_sft.py has it
+    torch.backends.cuda.enable_cudnn_sdp(True)
     chosen.append(torch.nn.attention.SDPBackend(torch._fused_sdp_choice(*inputs, **settings)).name)
     torch.backends.cuda.enable_cudnn_sdp(False)
     return attend(*inputs, **settings)
@@ -113,7 +114,7 @@ def training_step(args, dtype, B, T, packed):
     gpt, idx = GPT(GPTConfig(n_layer=2, max_seq_len=T, **args)).to(DEVICE), torch.zeros(B, T, dtype=int, device=DEVICE)
     batch = {"idx": idx, "targets": idx}
     if packed:
-        batch |= {"positions": idx, "mask": torch.zeros(B, 1, T, T, dtype=torch.bool, device=DEVICE)}
+        batch["mask"], batch["positions"] = packed_mask_and_positions(idx > 0, blocks=True)
 
     F.scaled_dot_product_attention = attend_and_record
     with torch.no_grad(), make_autocast(DEVICE, dtype):
