@@ -71,7 +71,8 @@ def profile_steps(argv, steps, device):
         trace = Path("trace.json").resolve()
         run_script(TRAIN, [*argv, f"--max_iters={steps + 4}"])
     profiler.export_chrome_trace(str(trace))
-    print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=10))
+    slowest = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=slowest, row_limit=10))
     print(f"open {trace} in https://ui.perfetto.dev")
 
 
