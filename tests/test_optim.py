@@ -91,14 +91,15 @@ def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
     gpt, muon = small_gpt("llama"), optimizer == "muon"
     config = optimizer_config(optimizer, embedding_lr=0.1, head_lr=0.004, vector_lr=0.003)
     groups = configure_optimizer(gpt, config)
-    head_lr = 0.004 * math.sqrt(768 / 16)  # given for a width of 768, and this model is 16 wide
-    assert [group["lr"] for group in groups.param_groups] == [0.02 if muon else 1e-3, 0.1, head_lr, 0.003]
+    # given for 12 layers of 768, and this model has two of 16
+    muon_lr, head_lr = 0.02 * (12 * 768 / (2 * 16)) ** 0.25, 0.004 * math.sqrt(768 / 16)
+    assert [group["lr"] for group in groups.param_groups] == [muon_lr if muon else 1e-3, 0.1, head_lr, 0.003]
     assert [group.get("betas") for group in groups.param_groups[1:]] == 3 * [(0.9, 0.95)]
     set_lr(groups, 5e-4)  # half the peak
     lr = {id(p): group["lr"] for group in groups.param_groups for p in group["params"]}
     for name, p in gpt.named_parameters():
         expected = (0.0015 if p.dim() < 2 else 0.05 if "wte" in name else head_lr / 2 if "lm_head" in name else
-                    0.01 if muon else 5e-4)
+                    muon_lr / 2 if muon else 5e-4)
         assert lr[id(p)] == pytest.approx(expected), name
 
 
@@ -188,7 +189,7 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
         optimizer.compile(backend)
     hidden = {name: p.detach().clone() for name, p in gpt.transformer.h.named_parameters() if p.dim() == 2}
     momentum, mean_square = dict.fromkeys(hidden, 0.0), dict.fromkeys(hidden, 0.0)  # of each row, NorMuon's
-    mu = 0.9
+    lr, mu = 0.02 * (12 * 768 / (2 * 16)) ** 0.25, 0.9
     for step in range(3):
         take_steps(gpt, optimizer, [step])
         take_steps(twin, adamw, [step])
@@ -200,13 +201,13 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
             mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
             update = update / mean_square[name].sqrt()[:, None]
             update *= norm / update.norm()
-            p -= 0.02 * (5 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
+            p -= lr * (5 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
     for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
         expected = hidden.get(name.removeprefix("transformer.h."))
         if expected is None:
             torch.testing.assert_close(p, q)
-        else:  # of three updates, each with entries of about 0.02 / sqrt(16)
-            assert (p - expected).abs().mean() < 0.02 * 0.02, name
+        else:  # of three updates, each with entries of about lr / sqrt(16)
+            assert (p - expected).abs().mean() < 0.02 * lr, name
 
 
 def run_rank(rank, world_size, folder):
