@@ -240,9 +240,8 @@ def packed_mask_and_positions(begins, blocks=False):
 
 class ChatDataset:
     """
-    The rows of one split, (n, 2, max_seq_len), as batches. pack: whether a row may hold several texts; then the mask
-    is a BlockMask if block_mask is set.
-    fingerprint: identifies the mixture.
+    The rows of one split, (n, 2, max_seq_len), as batches. pack: whether a row may hold several texts. block_mask:
+    whether their mask is a BlockMask; set it before the first batch. fingerprint: identifies the mixture.
     """
 
     def __init__(self, rows, tokenizer, pack, fingerprint):

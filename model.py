@@ -253,7 +253,7 @@ class MLA(nn.Module):
             latent, k_pe = keys[:, :, 0, :c.kv_lora_rank], keys[..., c.kv_lora_rank:]
         kv = self.kv_b_proj(latent).unflatten(-1, (c.n_head, -1))
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        v = v.contiguous()  # else of some widths it is not aligned as CUDA's kernels expect
+        v = v.contiguous()  # CUDA's kernels read 16 bytes at a time; a slice may start in between
         q = torch.cat((q_nope, q_pe), dim=-1)
         k = torch.cat((k_nope, k_pe.expand(-1, -1, c.n_head, -1)), dim=-1)
         return self.o_proj(self.attend(q, k, v, mask, c.dropout if self.training else 0.0))
