@@ -23,12 +23,12 @@ def configure_optimizer(model, config):
     config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
     muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; groups without their own rate use
-    learning_rate. muon_lr and head_lr are meant for 12 layers of 768. Muon's rate falls with the fourth root of depth
-    times width, the head's with the root of the width, as in nanochat (docs/lab_notes.md has our measurements). A
-    group's "lr_scale" is its rate / learning_rate: one schedule scales them all.
+    learning_rate. muon_lr and head_lr are meant for 12 layers of 768. Muon's rate falls with the root of the depth, and
+    the head's with the root of the width, as in nanochat (docs/lab_notes.md has our measurements). A group's "lr_scale"
+    is its rate / learning_rate: one schedule scales them all.
     """
     learning_rate, muon, c = config["learning_rate"], config["optimizer"] == "muon", model.config
-    rates = {"matrices": config["muon_lr"] * (12 * 768 / (c.n_layer * c.n_embd)) ** 0.25 if muon else None,
+    rates = {"matrices": config["muon_lr"] * math.sqrt(12 / c.n_layer) if muon else None,
              "embeddings": config["embedding_lr"],
              "head": config["head_lr"] and config["head_lr"] * math.sqrt(768 / c.n_embd),
              "vectors": config["vector_lr"]}

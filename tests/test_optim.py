@@ -92,7 +92,7 @@ def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
     config = optimizer_config(optimizer, embedding_lr=0.1, head_lr=0.004, vector_lr=0.003)
     groups = configure_optimizer(gpt, config)
     # given for 12 layers of 768, and this model has two of 16
-    muon_lr, head_lr = 0.02 * (12 * 768 / (2 * 16)) ** 0.25, 0.004 * math.sqrt(768 / 16)
+    muon_lr, head_lr = 0.02 * math.sqrt(12 / 2), 0.004 * math.sqrt(768 / 16)
     assert [group["lr"] for group in groups.param_groups] == [muon_lr if muon else 1e-3, 0.1, head_lr, 0.003]
     assert [group.get("betas") for group in groups.param_groups[1:]] == 3 * [(0.9, 0.95)]
     set_lr(groups, 5e-4)  # half the peak
@@ -189,7 +189,7 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
         optimizer.compile(backend)
     hidden = {name: p.detach().clone() for name, p in gpt.transformer.h.named_parameters() if p.dim() == 2}
     momentum, mean_square = dict.fromkeys(hidden, 0.0), dict.fromkeys(hidden, 0.0)  # of each row, NorMuon's
-    lr, mu = 0.02 * (12 * 768 / (2 * 16)) ** 0.25, 0.9
+    lr, mu = 0.02 * math.sqrt(12 / 2), 0.9
     for step in range(3):
         take_steps(gpt, optimizer, [step])
         take_steps(twin, adamw, [step])
