@@ -27,10 +27,10 @@ def configure_optimizer(model, config):
     the head's with the root of the width, as in nanochat (docs/lab_notes.md has our measurements). A group's "lr_scale"
     is its rate / learning_rate: one schedule scales them all.
     """
-    learning_rate, muon, c = config["learning_rate"], config["optimizer"] == "muon", model.config
-    rates = {"matrices": config["muon_lr"] * math.sqrt(12 / c.n_layer) if muon else None,
+    learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
+    rates = {"matrices": config["muon_lr"] * math.sqrt(12 / model.config.n_layer) if muon else None,
              "embeddings": config["embedding_lr"],
-             "head": config["head_lr"] and config["head_lr"] * math.sqrt(768 / c.n_embd),
+             "head": config["head_lr"] and config["head_lr"] * math.sqrt(768 / model.config.n_embd),
              "vectors": config["vector_lr"]}
     if learning_rate == 0 and any(rates.values()):
         fail("--learning_rate=0: the other rates are in proportion to it, on one schedule; give one above 0")

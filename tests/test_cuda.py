@@ -1,6 +1,6 @@
 """
-The base path and the extras on a GPU against the same on a CPU; skipped where there is none. python -m pytest -n 4
--k cuda adds decoding, takes some minutes there and needs neither a network nor datasets; -s prints the differences.
+The base path and the extras on a GPU against the same on a CPU; skipped where there is none. python -m pytest -n 8
+-k cuda adds decoding and packed rows, takes some minutes there and needs no network; -s prints the differences.
 """
 from itertools import cycle
 
