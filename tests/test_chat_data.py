@@ -277,6 +277,15 @@ def test_with_blocks_for_a_mask_the_gradients_are_the_same_and_nothing_is_recomp
     assert graphs_compiled() == before + 1
 
 
+def test_an_uncompiled_model_takes_blocks_for_a_mask_too():
+    """It compiles FlexAttention alone. Bad steps and --sanity_check run the uncompiled model on a GPU's batches."""
+    gpt, begins = new_gpt("qwen3", max_seq_len=300).eval(), torch.arange(600).view(2, 300) % 70 == 0
+    with torch.no_grad():
+        plain, blocks = (gpt(tokens(2, 300), mask=mask, positions=positions) for mask, positions in (
+            packed_mask_and_positions(begins), packed_mask_and_positions(begins, blocks=True)))
+    assert (plain - blocks).abs().max() < 1e-4
+
+
 def test_a_row_is_shown_token_by_token(tmp_path):
     data = jsonl(tmp_path / "a.jsonl", [turns("hi", "yo\n"), turns("ho", "\x1b")])
     shown = build(tmp_path / "rows", data, data)[0].format_row(0)
