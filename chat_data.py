@@ -229,8 +229,8 @@ def packed_mask_and_positions(begins, blocks=False):
     positions, (B, T) int64, that restart with each text.
     """
     (B, T), text = begins.shape, begins.cumsum(1)  # (B, T), the number of each position's text
-    positions = torch.arange(T, device=begins.device)
-    positions = positions - torch.where(begins, positions, 0).cummax(1).values
+    index = torch.arange(T, device=begins.device)
+    positions = index - torch.where(begins, index, 0).cummax(1).values
     if blocks:
         def may_look(b, head, query, key):
             return (text[b, query] == text[b, key]) & (query >= key)
@@ -263,8 +263,8 @@ class ChatDataset:
         targets[targets >= self.text_start] = IGNORE
         batch = {"idx": to_device(idx, device), "targets": to_device(targets, device)}
         if self.pack:
-            batch["mask"], batch["positions"] = packed_mask_and_positions(
-                to_device(begins, device), self.block_mask)
+            begins = to_device(begins, device)
+            batch["mask"], batch["positions"] = packed_mask_and_positions(begins, self.block_mask)
         return batch
 
     def first_question(self):

@@ -85,7 +85,7 @@ class MuonAdamW(torch.optim.Optimizer):
             states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
             momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
-            directions = [gather(grad.lerp(mean, MOMENTUM)) for grad, mean in zip(grads, momenta)]  # Nesterov's
+            directions = [gather(grad.lerp(m, MOMENTUM)) for grad, m in zip(grads, momenta)]  # Nesterov's
             updates, mean_square = self.muon_updates(torch.stack(directions), torch.stack(means))
             torch._foreach_copy_(means, mean_square.unbind())
             if self.sharded:  # then a batch is one matrix

@@ -16,7 +16,7 @@ import time
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import patch
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -145,7 +145,7 @@ class Program:
         self.file, self.output = tempfile.NamedTemporaryFile("r", errors="replace"), ""
         self.process = forked.Process(target=run_forked, args=(str(ROOT / script), [*map(str, args)], os.getcwd(), env,
                                                                self.file.name))
-        with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # kept by the forks' server; CUDA survives no fork
+        with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # kept by the forks' server; CUDA survives no fork
             self.process.start()
 
     def read_until(self, word):
@@ -366,7 +366,7 @@ VARIANTS = {
     "gpt2_mla": dict(arch="gpt2", attention="mla", kv_lora_rank=24),
     "llama_mla": dict(arch="llama", attention="mla", kv_lora_rank=24),
     "llama_mla_q": dict(arch="llama", attention="mla", kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=10,
-                        qk_rope_head_dim=6, v_head_dim=8),
+                        qk_rope_head_dim=6, v_head_dim=12),
 }
 
 

@@ -134,7 +134,10 @@ def test_a_compiled_row_in_bfloat16_has_the_logits_of_the_whole_row_uncompiled(d
                       for i, new in enumerate(idx.split(1, dim=1))]
         assert cache[0][0].dtype == gpt.lm_head.weight.dtype == torch.bfloat16
         assert gpt.transformer.wte.weight.dtype == torch.float32
-        assert (torch.cat(logits, 1) - expected).norm() < 0.02 * expected.norm()
+        error = torch.cat(logits, 1) - expected
+        assert error.norm() < 0.02 * expected.norm()
+        # on a GPU not for each element: rounding alone reaches 0.024 of the largest
+        assert device == GPU or error.abs().max() < 0.02 * expected.abs().max()
 
 
 # -----------------------------------------------------------------------------

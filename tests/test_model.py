@@ -99,7 +99,7 @@ def test_flops_count_matmuls_and_attention():
         assert GPT(GPTConfig()).flops_per_token(1024) == 6 * weights + attention
     gpt = new_gpt("llama_mla_q")
     weights, blocks = (sum(p.numel() for p in module.parameters()) for module in (gpt, gpt.transformer.h))
-    weights, attention = weights - 384 * 64, 6 * 3 * 48 * 4 * (10 + 6 + 8)  # 6 n_layer T n_head (nope + rope + v)
+    weights, attention = weights - 384 * 64, 6 * 3 * 48 * 4 * (10 + 6 + 12)  # 6 n_layer T n_head (nope + rope + v)
     assert gpt.flops_per_token(48) == 6 * weights + attention
     gpt.transformer.h.requires_grad_(False)
     assert gpt.flops_per_token(48) == 6 * weights - 2 * blocks + attention
