@@ -93,7 +93,7 @@ class TokenDataset:
                  f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or "
                  f"are damaged", alone=True)
         # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
-        return rows[:, :-1].astype(np.int64, order="C"), rows[:, 1:].astype(np.int64, order="C")
+        return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
 
     def get_batch(self, indices, device):
         """Keyword arguments of GPT.forward, on `device`."""
