@@ -31,12 +31,15 @@ CPU = torch.device("cpu")
 
 
 def test_a_run_learns_logs_and_leaves_a_checkpoint(trained):
-    log = read_log(trained, "train_loss", "val_loss", "tokens", "val_ppl", "recompiles", "lr", "grad_norm", "val_bpb")
+    log = read_log(trained, "train_loss", "val_loss", "tokens", "val_ppl", "recompiles", "lr", "grad_norm", "val_bpb",
+                   "clipped", "eval_seconds")
     assert all((key, i) in log for key in ("train_loss", "lr", "grad_norm") for i in range(1, 21))
     assert log["train_loss", 1] == pytest.approx(math.log(384), rel=0.03)
     assert log["val_loss", 20] < log["val_loss", 10] < log["val_loss", 0]
     assert log["val_ppl", 20] == pytest.approx(math.exp(log["val_loss", 20]), rel=1e-4)
     assert log["tokens", 20] == 20 * 4 * 2 * 32
+    assert all(log["clipped", i] == (log["grad_norm", i] > 1) for i in range(1, 21))
+    assert log["eval_seconds", 20] > 0
 
     checkpoint, config = load(trained), json.loads((trained / "config.json").read_text())
     assert {"model", "optimizer", "model_args", "config", "best_val_loss"} <= checkpoint.keys()  # nanoGPT's
@@ -148,6 +151,12 @@ def test_each_step_drops_other_units(train, tmp_path):
     train(tmp_path, f"--data_dir={data}", "--batch_size=1", "--max_iters=3", "--gradient_accumulation_steps=1",
           "--learning_rate=0", "--min_lr=0", "--dropout=0.5", "--sample_tokens=0")
     assert len(set(read_log(tmp_path, "train_loss").values())) == 3
+
+
+def test_training_lines_come_at_the_first_step_each_interval_and_the_end(train, tmp_path):
+    """Without clipping no step counts as clipped."""
+    train(tmp_path, "--max_iters=7", "--log_interval=3", "--grad_clip=0", "--sample_tokens=0")
+    assert read_log(tmp_path, "clipped") == {("clipped", i): 0 for i in (1, 3, 6, 7)}
 
 
 def test_seconds_flops_and_tokens_go_on_after_a_resume_with_another_batch_size(train, tmp_path):
