@@ -439,6 +439,16 @@ def test_the_duration_of_evaluations_counts_in_the_eta(shards, tmp_path):
     assert new_logger(shards, tmp_path, resuming=True).eval_seconds == 10.0
 
 
+def test_a_skipped_step_counts_in_the_utilization_and_not_in_the_mean_loss(shards, tmp_path):
+    """Three steps of 32 positions and two seconds; one FLOP per token on a device that reaches two per second."""
+    log = new_logger(shards, tmp_path)
+    log.peak_flops = 2
+    for loss_sum, targets in (8.0, 4), (math.nan, 4), (40.0, 8):
+        log.step(loss_sum=loss_sum, targets=targets, tokens=32, rows=1, clipped=0, seconds=2.0)
+    log.train(3)
+    assert read_log(tmp_path, "train_loss", "mfu") == {("train_loss", 3): 4.0, ("mfu", 3): 8.0}
+
+
 def test_50_skipped_steps_end_the_run_only_in_a_row(shards, tmp_path, capsys):
     log = new_logger(shards, tmp_path)
     for i in [*range(49), *range(50, 99)]:
