@@ -159,9 +159,6 @@ def test_padded_to_2048_positions_every_step_has_one_shape(chats, tmp_path):
     check_compiled(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------
-# epochs, --print_batch, mistakes
-
 def test_a_step_that_is_not_finite_is_skipped_and_training_lines_come_at_intervals(start, tmp_path):
     output = run("chat_sft.py", *start, "--learning_rate=1e30", "--warmup_iters=0", "--grad_clip=0", "--max_iters=7",
                  "--log_interval=3", f"--out_dir={tmp_path}")
@@ -170,6 +167,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_training_lines_come_at_interva
     assert "is not finite; 1 skipped so far" in output and log["skipped", 7] >= 1
     assert all(tensor.isfinite().all() for tensor in load(tmp_path)["model"].values())
 
+
+# ---------------------------------------------------------------------------------------------------
+# epochs, --print_batch, mistakes
 
 def test_epochs_at_the_start_and_on_resume(start, rows, tmp_path):
     """A run is made longer; with another number of rows per step, --epochs would mean another number of steps."""
