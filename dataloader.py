@@ -191,5 +191,5 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     model.train(was_training)
     if device.type == "cuda":  # for nccl; MPS has no float64
         totals = totals.to(device)
-    nats, targets, n_bytes = all_reduce(*totals)
+    nats, targets, n_bytes = all_reduce(*totals).tolist()
     return nats / targets, nats / math.log(2) / max(n_bytes, 1)

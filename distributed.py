@@ -115,12 +115,25 @@ def step_seed(seed, step, rank):
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2 ** 63
 
 
-def all_reduce(first, *more):
-    """Sums over the ranks of a scalar tensor and of more numbers, as floats."""
-    values = torch.stack([first, *(torch.as_tensor(value).to(first) for value in more)])
+def all_reduce(*scalars):
+    """Sums each of these scalar tensors over the ranks. Returns a tensor with an element for each."""
+    values = torch.stack(scalars)
     if dist.is_initialized():
         dist.all_reduce(values)
-    return values.tolist()
+    return values
+
+
+def start_reading(*scalars):
+    """
+    Starts to copy scalar tensors to the CPU. Returns a function that returns their values; it waits for them, but not
+    for what the device is given to do after this call.
+    """
+    values = torch.stack(scalars)
+    if not values.is_cuda:
+        return values.tolist
+    values, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+    return lambda: copied.synchronize() or values.tolist()
 
 
 def is_sharded(model):
@@ -144,14 +157,13 @@ def gather(tensor):
 def clip_grad_norm(model, max_norm):
     """
     Clips the gradients of a model, except those of its loss function, to max_norm (0: off). Returns their norm before
-    clipping. If the norm is not finite, they stay as they are.
+    clipping, a scalar tensor. If the norm is not finite, they stay as they are.
     """
     params = [p for name, p in model.named_parameters() if not name.startswith("loss_fn.")]
-    total = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
-    norm = gather(total).item()
-    if max_norm and math.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
-    return norm
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0, 0))
+    return gather(norm)
 
 
 def eval_share(model):

@@ -26,17 +26,19 @@ def newton_schulz(matrices):
     return X.mT if tall else X
 
 
-def muon_updates(matrices, mean_square, beta2=0.95):
+def muon_updates(matrices, mean_square, skip, beta2=0.95):
     """
     Orthogonalizes `matrices` (n, rows, cols) and gives each row, the weights of one neuron, its own step size
     (NorMuon, Li et al. 2025): divides the row by the root of its mean square, which mean_square (n, rows, 1) averages
-    over the steps, and keeps the norm of each matrix. Returns float32 updates and the new mean_square.
+    over the steps, and keeps the norm of each matrix. Returns float32 updates and the new mean_square; if skip, a
+    scalar bool tensor, zeros and mean_square as it was.
     """
     updates = newton_schulz(matrices).float()
-    mean_square = mean_square.lerp(updates.square().mean(2, keepdim=True), 1 - beta2)
-    scaled = updates * mean_square.clamp(min=1e-10).rsqrt()
+    new_mean_square = mean_square.lerp(updates.square().mean(2, keepdim=True), 1 - beta2)
+    scaled = updates * new_mean_square.clamp(min=1e-10).rsqrt()
     norms, scaled_norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, scaled))
-    return scaled * (norms / scaled_norms.clamp(min=1e-10)), mean_square
+    updates = scaled * (norms / scaled_norms.clamp(min=1e-10))
+    return updates.masked_fill(skip, 0.0), new_mean_square.where(~skip, mean_square)
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -48,6 +50,9 @@ class MuonAdamW(torch.optim.Optimizer):
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Its state stays on the owner until
     state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix and keeps
     its shard; dividing the matrices among the ranks would send more than it saves.
+
+    found_inf: a scalar tensor; 1 makes step() change nothing. torch's fused optimizers have the same attribute. Only
+    the device looks at it, so the CPU need not wait.
     """
 
     def __init__(self, groups, adamw):
@@ -63,6 +68,7 @@ class MuonAdamW(torch.optim.Optimizer):
         # matrices of one shape are orthogonalized together; under FSDP only one at a time is gathered
         self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
         self.muon_updates = muon_updates
+        self.found_inf = torch.zeros((), device=by_shape[0].device)
 
     @torch.no_grad()
     def compile(self, backend):
@@ -72,25 +78,28 @@ class MuonAdamW(torch.optim.Optimizer):
         self.muon_updates = torch.compile(muon_updates, dynamic=False, backend=backend)
         for batch in self.batches:
             matrices = torch.stack(batch)
-            self.muon_updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1))
+            self.muon_updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1), self.found_inf.bool())
 
     @torch.no_grad()
     def step(self, closure=None):
         """One step of AdamW, then one of Muon."""
         # load_state_dict replaces these objects, so re-link them each time
         group, *self.adamw.param_groups = self.param_groups
-        self.adamw.state = self.state
+        self.adamw.state, self.adamw.found_inf = self.state, self.found_inf
         self.adamw.step()
+        skip = self.found_inf.bool()
         for batch in self.batches:
-            states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
+            states, p = [self.matrix_state(p) for p in batch], batch[0]
             momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
+            grads = [torch.where(skip, m, p.grad) for m, p in zip(momenta, batch)]  # as these the momenta stay
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
             directions = [gather(grad.lerp(m, MOMENTUM)) for grad, m in zip(grads, momenta)]  # Nesterov's
-            updates, mean_square = self.muon_updates(torch.stack(directions), torch.stack(means))
+            updates, mean_square = self.muon_updates(torch.stack(directions), torch.stack(means), skip)
             torch._foreach_copy_(means, mean_square.unbind())
             if self.sharded:  # then a batch is one matrix
                 updates = distribute_tensor(updates[0], p.device_mesh, p.placements, src_data_rank=None)[None]
-            torch._foreach_mul_(batch, 1 - group["lr"] * group["weight_decay"])
+            decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(batch, decay)
             torch._foreach_add_(batch, updates.unbind(), alpha=-group["lr"] * math.sqrt(max(1, p.size(0) / p.size(1))))
         for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()

@@ -77,6 +77,19 @@ def set_lr(optimizer, lr):
         group["lr"] = lr * group["lr_scale"]
 
 
+def step_if_finite(optimizer, *numbers):
+    """
+    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. With CUDA the optimizer looks at them on
+    the device, so the CPU need not wait for them. MPS's fused AdamW does not look (torch 2.13).
+    """
+    found_inf = 1.0 - torch.stack(numbers).isfinite().all().float()
+    if found_inf.is_cuda:
+        optimizer.found_inf = found_inf
+        optimizer.step()
+    elif not found_inf:
+        optimizer.step()
+
+
 def build_schedule(config, max_iters):
     """
     Returns get_lr(it), the learning rate of step `it`, counted from 0. It rises linearly over warmup_iters, then

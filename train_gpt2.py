@@ -21,13 +21,13 @@ from checkpoint import Checkpointer, check_tokenizer
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, init_process, local_grad_accum_steps,
-                         make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
+                         make_autocast, pick_dtype, print0, set_gradient_sync, start_reading, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
 from machine import peak_flops
 from model import GPT, GPTConfig
-from optim import build_schedule, configure_optimizer, set_lr
+from optim import build_schedule, configure_optimizer, set_lr, step_if_finite
 from start import check_out_dir, load_init_from, report_settings
 from tokenizer import tokenizer_entry
 
@@ -220,25 +220,27 @@ while True:
         loss_sum += loss.detach()
         scaler.scale(loss * (world_size / tokens_per_step)).backward()  # DDP averages over the ranks
 
-    # optimizer step, unless the step is not finite (then it is skipped) or a spike (then the run is rolled back)
+    # optimizer step, unless the step is not finite (then it is skipped); after a spike the run is rolled back
     lr = get_lr(iter_num)
     set_lr(opt, lr)
     scaler.unscale_(opt)
     for hook in gradient_hooks:
         hook(iter_num)
-    grad_norm = clip_grad_norm(orig_model, grad_clip)  # waits for the device
-    loss_sum, stopping = all_reduce(loss_sum, stop.requested)  # as numbers
+    grad_norm = clip_grad_norm(orig_model, grad_clip)
+    loss_sum, stopping = all_reduce(loss_sum, torch.full_like(loss_sum, stop.requested))
+    read_numbers = start_reading(loss_sum, grad_norm, stopping)
+    step_if_finite(opt, loss_sum, grad_norm)
+    scaler.update()
+    loss_sum, grad_norm, stopping = read_numbers()  # waits for the gradients, but not for the optimizer
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))
         iter_num += 1
     elif guard and guard.is_spike(iter_num, loss_sum / tokens_per_step, grad_norm):
-        iter_num = guard.roll_back(iter_num, checkpointer, log)  # the data is not rewound
-        loss_sum = math.nan  # the step was undone, so the mean loss leaves it out
+        iter_num = guard.roll_back(iter_num, checkpointer, log)  # undoes the step; the data is not rewound
+        loss_sum = math.nan  # so the mean loss leaves it out
     else:
-        scaler.step(opt)
         iter_num += 1
-    scaler.update()
 
     # log
     log.step(loss_sum=loss_sum, targets=tokens_per_step, tokens=tokens_per_step, rows=global_batch_size,

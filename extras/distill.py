@@ -134,7 +134,7 @@ class Distillation(nn.Module):
         return loss
 
     def metrics(self):
-        ce, kl, agreements, n = all_reduce(*self.sums)
+        ce, kl, agreements, n = all_reduce(*self.sums).tolist()
         self.sums.zero_()
         return {"ce_loss": ce / n, "kl_loss": kl / n, "agreement": agreements / n,
                 "temperature": self.log_temperature.exp().item()}
@@ -232,7 +232,7 @@ class TeacherCache:
     def fill(self, indices, teacher_forward, loader):
         """Labels the missing ones of the rows `indices`, shared by the ranks. What an interrupted call wrote stays."""
         missing = indices[self.rows[indices, -1, -1] == 0]
-        all_reduce(torch.zeros((), device=loader.device))  # wait until all ranks have read what is missing
+        all_reduce(torch.zeros((), device=loader.device)).item()  # wait until all ranks have read what is missing
         path, mib = self.rows.filename, len(missing) * self.rows[0].nbytes / 2 ** 20
         print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, {mib:,.1f} MiB, in {path}")
         # every rank runs the same number of batches, as FSDP needs: the last ones may repeat some rows
@@ -245,6 +245,6 @@ class TeacherCache:
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
                     file.seek(i * self.rows[0].nbytes)
                     file.write(encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype))
-        all_reduce(torch.zeros((), device=loader.device))  # wait until all have written
+        all_reduce(torch.zeros((), device=loader.device)).item()  # wait until all have written
         # again: other machines may have written to it
         self.rows = np.memmap(path, self.rows.dtype, "r+", shape=self.rows.shape)

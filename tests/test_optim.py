@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from conftest import defaults, error_line, literals, optimizer_config, same, small_gpt
+from conftest import GPU, defaults, error_line, literals, needs_gpu, optimizer_config, same, small_gpt
 from muon import newton_schulz
-from optim import build_schedule, configure_optimizer, set_lr
+from optim import build_schedule, configure_optimizer, set_lr, step_if_finite
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -126,6 +126,30 @@ def take_steps(gpt, optimizer, steps):
             p.grad = torch.randn_like(p)
         set_lr(optimizer, 1e-3)
         optimizer.step()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=needs_gpu)])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer, device):
+    """Neither does found_inf, by which CUDA leaves it out, on a CPU. A later step is that of a twin without it."""
+    gpt, twin = small_gpt("llama").to(device), small_gpt("llama").to(device)
+    optimizers = [configure_optimizer(x, optimizer_config(optimizer, weight_decay=5.0)) for x in (gpt, twin)]
+    for x, opt in zip((gpt, twin), optimizers):
+        take_steps(x, opt, range(2))
+    finite, infinite, nan = (torch.tensor(value, device=device) for value in (1.0, math.inf, math.nan))
+    for p in gpt.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    step_if_finite(optimizers[0], finite, infinite)
+    step_if_finite(optimizers[0], nan, finite)
+    optimizers[0].found_inf = torch.ones((), device=device)
+    optimizers[0].step()
+    assert same(gpt.state_dict(), twin.state_dict()) and same(optimizers[0].state_dict(), optimizers[1].state_dict())
+    optimizers[0].found_inf = torch.zeros((), device=device)
+    for x, opt in zip((gpt, twin), optimizers):
+        take_steps(x, opt, [2])
+    step_if_finite(optimizers[0], finite, finite)
+    optimizers[1].step()
+    assert same(gpt.state_dict(), twin.state_dict()) and same(optimizers[0].state_dict(), optimizers[1].state_dict())
 
 
 @pytest.mark.parametrize("optimizer", literals("train_gpt2.py")["optimizer"])

@@ -95,8 +95,8 @@ def test_validation_is_the_mean_over_its_tokens(shards, monkeypatch, ranks, batc
         loss, bpb = validation_loss(gpt, data, batch_size, eval_iters, CPU, rank, ranks)
     x, y = map(torch.from_numpy, data[range(rows)])
     expected = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten()).item()
-    assert loss.item() == pytest.approx(expected, rel=1e-6)
-    assert bpb.item() == pytest.approx(expected * y.numel() / math.log(2) / (y < 256).sum().item(), rel=1e-6)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert bpb == pytest.approx(expected * y.numel() / math.log(2) / (y < 256).sum().item(), rel=1e-6)
 
 
 def test_a_resumed_run_equals_one_that_was_not_interrupted(train, trained, tmp_path):
