@@ -69,7 +69,7 @@ lora_targets: str = "all"  # matrices that get an adapter: all, attn, mlp, or na
 # optimizer
 optimizer: Literal["adamw", "muon", "adamw_spam"] = "adamw"  # muon: for the hidden matrices; adamw_spam: clips spikes
 learning_rate: NonNegativeFloat = 1e-4  # peak
-epochs: NonNegativeFloat = 1.0  # passes over the rows, unless max_iters is given
+epochs: Annotated[float, 0, 1e6] = 1.0  # passes over the rows, unless max_iters is given
 max_iters: NonNegative | None = None  # None: as many as the epochs take
 weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
