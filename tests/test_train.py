@@ -282,6 +282,10 @@ def test_a_run_with_a_broken_weight_names_it_and_exits_after_50_steps(trained, t
         assert load(tmp_path / folder)["iter_num"] == 20
 
 
+def raise_out_of_memory(*_):
+    raise torch.OutOfMemoryError
+
+
 def test_why_a_step_is_not_finite(trained):
     """Each with the gradients of its own backward pass."""
     def why(gpt, hook=None):
@@ -300,6 +304,10 @@ def test_why_a_step_is_not_finite(trained):
     assert why(small_gpt("gpt2"), lambda module, grads: (grads[0] * math.nan,)) == \
         "the gradient of transformer.h.0.mlp.c_proj.bias is not finite"
     assert why(small_gpt("gpt2")) == "it is not finite in another micro-batch"
+    gpt = small_gpt("gpt2")
+    gpt.transformer.h[0].register_forward_pre_hook(raise_out_of_memory)
+    assert find_nonfinite(gpt, {"idx": torch.arange(8)[None]}, make_autocast(CPU, "float32")).endswith("find out where")
+    assert not gpt.transformer.h[1].mlp._forward_hooks
 
 
 def test_wsd_and_another_runs_weights(shards, trained, tmp_path):
