@@ -51,9 +51,10 @@ class MuonAdamW(torch.optim.Optimizer):
     state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix and keeps
     its shard; dividing the matrices among the ranks would send more than it saves.
 
-    found_inf: a scalar tensor; 1 makes step() change nothing. torch's fused optimizers have the same attribute. Only
-    the device looks at it, so the CPU need not wait.
+    found_inf: a scalar tensor; 1 makes step() change nothing, as in torch's fused optimizers. Only the device looks at
+    it, so the CPU need not wait.
     """
+    _step_supports_amp_scaling = True  # torch's mark of optimizers with found_inf
 
     def __init__(self, groups, adamw):
         self.adamw = torch.optim.AdamW(groups[1:], **adamw)  # adds its defaults to the groups, in place

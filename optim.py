@@ -79,11 +79,11 @@ def set_lr(optimizer, lr):
 
 def step_if_finite(optimizer, *numbers):
     """
-    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. With CUDA the optimizer looks at them on
-    the device, so the CPU need not wait for them. MPS's fused AdamW does not look (torch 2.13).
+    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Optimizers with torch's mark for it look
+    at found_inf themselves, so that the CPU need not wait for a GPU; only MPS's fused AdamW does not (torch 2.13).
     """
     found_inf = 1.0 - torch.stack(numbers).isfinite().all().float()
-    if found_inf.is_cuda:
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and found_inf.device.type != "mps":
         optimizer.found_inf = found_inf
         optimizer.step()
     elif not found_inf:

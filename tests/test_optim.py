@@ -129,27 +129,29 @@ def take_steps(gpt, optimizer, steps):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=needs_gpu)])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "plain"])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer, device):
-    """Neither does found_inf, by which CUDA leaves it out, on a CPU. A later step is that of a twin without it."""
-    gpt, twin = small_gpt("llama").to(device), small_gpt("llama").to(device)
-    optimizers = [configure_optimizer(x, optimizer_config(optimizer, weight_decay=5.0)) for x in (gpt, twin)]
-    for x, opt in zip((gpt, twin), optimizers):
-        take_steps(x, opt, range(2))
+    """Neither weights nor state, so that the next one is that of a twin. Plain: an optimizer without found_inf."""
+    def create():
+        gpt = small_gpt("llama").to(device)
+        plain = torch.optim.Adam(gpt.parameters()) if optimizer == "plain" else None
+        opt = plain or configure_optimizer(gpt, optimizer_config(optimizer, weight_decay=5.0))
+        opt.param_groups[0].setdefault("lr_scale", 1.0)
+        take_steps(gpt, opt, range(2))
+        return gpt, opt
+
+    (gpt, opt), (twin, twin_opt) = create(), create()
     finite, infinite, nan = (torch.tensor(value, device=device) for value in (1.0, math.inf, math.nan))
     for p in gpt.parameters():
         p.grad = torch.full_like(p, math.nan)
-    step_if_finite(optimizers[0], finite, infinite)
-    step_if_finite(optimizers[0], nan, finite)
-    optimizers[0].found_inf = torch.ones((), device=device)
-    optimizers[0].step()
-    assert same(gpt.state_dict(), twin.state_dict()) and same(optimizers[0].state_dict(), optimizers[1].state_dict())
-    optimizers[0].found_inf = torch.zeros((), device=device)
-    for x, opt in zip((gpt, twin), optimizers):
-        take_steps(x, opt, [2])
-    step_if_finite(optimizers[0], finite, finite)
-    optimizers[1].step()
-    assert same(gpt.state_dict(), twin.state_dict()) and same(optimizers[0].state_dict(), optimizers[1].state_dict())
+    step_if_finite(opt, finite, infinite)
+    step_if_finite(opt, nan, finite)
+    assert same(gpt.state_dict(), twin.state_dict()) and same(opt.state_dict(), twin_opt.state_dict())
+    for p, q in zip(gpt.parameters(), twin.parameters()):
+        p.grad = q.grad = torch.ones_like(p)
+    step_if_finite(opt, finite, finite)
+    twin_opt.step()
+    assert same(gpt.state_dict(), twin.state_dict()) and same(opt.state_dict(), twin_opt.state_dict())
 
 
 @pytest.mark.parametrize("optimizer", literals("train_gpt2.py")["optimizer"])
