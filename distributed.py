@@ -125,12 +125,13 @@ def all_reduce(*scalars):
 
 def start_reading(*scalars):
     """
-    Starts to copy scalar tensors to the CPU. Returns a function that returns their values; it waits for them, but not
-    for what the device is given to do after this call.
+    Starts to copy scalar tensors to the CPU. Returns a function that returns their values. With CUDA that function
+    waits for them, but not for what the device is given to do after this call; elsewhere start_reading itself waits.
     """
     values = torch.stack(scalars)
     if not values.is_cuda:
-        return values.tolist
+        values = values.tolist()
+        return lambda: values
     values, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
     copied.record()
     return lambda: copied.synchronize() or values.tolist()
