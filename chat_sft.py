@@ -26,7 +26,7 @@ from checkpoint import Checkpointer, check_chat_format, describe_model
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, validation_loss
 from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, init_process, local_grad_accum_steps,
-                         make_autocast, pick_dtype, print0, set_gradient_sync, start_reading, step_seed)
+                         make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
@@ -241,10 +241,8 @@ while True:
         hook(iter_num)
     grad_norm = clip_grad_norm(orig_model, grad_clip)
     loss_sum, stopping = all_reduce(loss_sum, torch.full_like(loss_sum, stop.requested))
-    read_numbers = start_reading(loss_sum, grad_norm, stopping)
-    step_if_finite(opt, loss_sum, grad_norm)
+    loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # waits for the gradients
     scaler.update()
-    loss_sum, grad_norm, stopping = read_numbers()  # waits for the gradients, but not for the optimizer
     if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))

@@ -1,5 +1,4 @@
 """The processes of a run: ranks, device, precision, errors; sums, gradients and seeds that the ranks agree on."""
-import math
 import os
 import sys
 from datetime import timedelta
@@ -121,20 +120,6 @@ def all_reduce(*scalars):
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
-
-
-def start_reading(*scalars):
-    """
-    Starts to copy scalar tensors to the CPU. Returns a function that returns their values. With CUDA that function
-    waits for them, but not for what the device is given to do after this call; elsewhere start_reading itself waits.
-    """
-    values = torch.stack(scalars)
-    if not values.is_cuda:
-        values = values.tolist()
-        return lambda: values
-    values, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
-    copied.record()
-    return lambda: copied.synchronize() or values.tolist()
 
 
 def is_sharded(model):

@@ -100,8 +100,7 @@ class MuonAdamW(torch.optim.Optimizer):
             torch._foreach_copy_(means, mean_square.unbind())
             if self.sharded:  # then a batch is one matrix
                 updates = distribute_tensor(updates[0], p.device_mesh, p.placements, src_data_rank=None)[None]
-            decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_mul_(batch, decay)
+            torch._foreach_mul_(batch, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
             torch._foreach_add_(batch, updates.unbind(), alpha=-group["lr"] * math.sqrt(max(1, p.size(0) / p.size(1))))
         for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()

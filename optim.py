@@ -79,15 +79,21 @@ def set_lr(optimizer, lr):
 
 def step_if_finite(optimizer, *numbers):
     """
-    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Optimizers with torch's mark for it look
-    at found_inf themselves, so that the CPU need not wait for a GPU; only MPS's fused AdamW does not (torch 2.13).
+    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Returns their values. With CUDA an
+    optimizer that has torch's mark looks at found_inf on the device; the CPU waits for the numbers, not for the step.
     """
-    found_inf = 1.0 - torch.stack(numbers).isfinite().all().float()
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and found_inf.device.type != "mps":
-        optimizer.found_inf = found_inf
-        optimizer.step()
-    elif not found_inf:
-        optimizer.step()
+    numbers = torch.stack(numbers)
+    if not (numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
+        values = numbers.tolist()
+        if all(map(math.isfinite, values)):
+            optimizer.step()
+        return values
+    values, copied = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+    optimizer.found_inf = 1.0 - numbers.isfinite().all().float()
+    optimizer.step()
+    copied.synchronize()
+    return values.tolist()
 
 
 def build_schedule(config, max_iters):
