@@ -182,10 +182,10 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
                 yield digest_rows(pair, tokenizer.eot_token).digest(), pair
     except Exception as error:
         cause = error.__cause__  # set if it failed while this process was tokenizing
-        fail(f"--data or --val_data: {source!r}, kept in --chat_dir={chat_dir}: {format_error(cause or error)}; "
-             f"expected .json or .jsonl files, or owner/name or owner/name/config on the Hugging Face hub, as SOURCE "
-             f"or SOURCE:WEIGHT, where a decimal WEIGHT sets the passes over it in an epoch; if {chat_dir}/generator "
-             f"is damaged, remove it: it will be rebuilt", alone=bool(cause))
+        fail(f"--data or --val_data: {source!r}, cached in --chat_dir={chat_dir}: {format_error(cause or error)}; "
+             f"expected .json or .jsonl files, or hub data sets as owner/name or owner/name/config, each as SOURCE or "
+             f"SOURCE:WEIGHT, WEIGHT passes per epoch; if {chat_dir}/generator is damaged, remove it: it will be "
+             f"rebuilt", alone=bool(cause))
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix, ti
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of lr_decay_iters, at most 2000, before wsd's decay
+warmup_iters: NonNegative | None = None  # None: a tenth of lr_decay_iters, at most 2000; ends before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 0.0
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls

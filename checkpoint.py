@@ -184,7 +184,7 @@ def replacing(path):
     try:
         yield temporary
         os.replace(temporary, path)
-    finally:  # partial; or, where both names linked to one file, os.replace has done nothing and left it
+    finally:  # a partial file; or both names were links to one file, and os.replace left this one
         temporary.unlink(missing_ok=True)
 
 
@@ -236,7 +236,7 @@ class Checkpointer:
         Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
-        # resumed at this step: it is there already, and has been evaluated
+        # resumed at this step: its checkpoint exists and has been evaluated
         written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
         best_before = self.facts["best_val_loss"]
         if val_loss is not None:

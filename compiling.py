@@ -30,7 +30,7 @@ def compile_options(config, device):
         error = compile_error(device, config["compile_backend"])
         if not error:
             if device.type == "cuda":
-                # else inductor fuses the sums over the loss's chunks, and keeps all chunks until then (torch 2.15)
+                # else inductor fuses the sums over the loss's chunks, and keeps the logits of all chunks (torch 2.15)
                 torch._inductor.config.max_fusion_unique_io_buffers = 16
             # recompute GELU's and the norms' outputs in the backward pass: less memory, a step 1 % longer on a CPU
             torch._functorch.config.ban_recompute_materialized_backward = False

@@ -63,7 +63,7 @@ def excepthook(kind, error, tb):
     if issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps and "
-             f"--eval_iters by the same factor: the same model)", alone=True)
+             f"--eval_iters by the same factor, to train the same model)", alone=True)
     elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
         print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them "
               f"again with --init_from=auto", file=sys.stderr)

@@ -72,8 +72,8 @@ class HFTokenizer:
         if not self.byte_level:  # SentencePiece's space, which Code Llama's special tokens spell
             text, decoded = text.replace("\u2581", " "), decoded.replace("\u2581", " ")
         if decoded != text or self.special.keys() & set(ids) or getattr(self.bpe.model, "dropout", None):
-            raise ValueError("its ids do not reliably decode to the text that they encode (a pre-tokenizer and a "
-                             "decoder ByteLevel do, without a normalizer), or they spell special tokens")
+            raise ValueError("its ids do not reliably decode to the text that they encode (give it a ByteLevel "
+                             "pre-tokenizer and decoder, without a normalizer), or they spell special tokens")
 
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)

@@ -76,7 +76,7 @@ def config_from_hf(hf_config):
                        gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
                        rope_factor=fields["factor"] if rope is LLAMA3_ROPE else 1.0,
                        **{name: fields[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
-    # the logits of a short text do not depend on the first two
+    # rope scaling and sliding windows do not show in the logits of a short text
     expected = {**rope, "use_sliding_window": False, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
                 **config_to_hf(config)}
     for name, value in expected.items():

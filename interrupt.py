@@ -53,7 +53,7 @@ class StopSignal:
                 self.exit_code = 130  # the shell's for Ctrl-C: a command after && does not run
             if rank() == 0:
                 name = signal.Signals(number).name
-                text = f"\n{name}: stopping after this step; again, after 5 seconds, exits at once\n"
+                text = f"\n{name}: stopping after this step; a second signal after 5 seconds exits at once\n"
                 with suppress(OSError):  # the terminal may be gone
                     os.write(2, text.encode())  # not print, which may be what was interrupted
         elif time.monotonic() - self.requested_at > 5:
@@ -62,8 +62,8 @@ class StopSignal:
 
 def finish(iter_num, done, checkpointer, log, stop, flags=""):
     """
-    The last lines of a run; flags: further ones for sample.py, which they suggest. Exits with an error if the last
-    step could not be saved, and with code 130 if Ctrl-C stopped the run.
+    Prints the last lines of a run. flags: added to the sample.py command that they suggest. Exits with an error if the
+    last step could not be saved, and with code 130 if Ctrl-C stopped the run.
     """
     out_dir, facts = checkpointer.out_dir, checkpointer.facts
     if dist.is_initialized():

@@ -72,7 +72,7 @@ class Logger:
         if cause:
             print0(f"WARNING: step {iter_num} is skipped: {cause}; {self.skipped} skipped so far")
         if self.skipped_in_a_row == MAX_SKIPPED:
-            fail(f"step {iter_num}: {MAX_SKIPPED} steps in a row were skipped, since loss or gradient is not finite; "
+            fail(f"step {iter_num}: {MAX_SKIPPED} steps in a row were skipped: the loss or gradient was not finite; "
                  f"resume from the last checkpoint with a lower --learning_rate, or start again from ckpt_best.pt")
 
     def train(self, iter_num, **values):
@@ -98,7 +98,7 @@ class Logger:
              **values)
 
     def forget_losses(self):
-        """Starts the mean of check_divergence anew, as after a rollback to weights whose loss was higher."""
+        """Resets the mean of check_divergence, as after a rollback to weights whose loss was higher."""
         self.mean_loss, self.mean_weight, self.lowest_mean = 0.0, 0.0, math.inf
 
     def check_divergence(self, iter_num, train_loss, steps):

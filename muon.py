@@ -92,8 +92,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for batch in self.batches:
             states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
             momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
-            if skip.is_cuda or skip:  # a CPU sees whether; with CUDA it does not wait to see
-                grads = [torch.where(skip, m, grad) for m, grad in zip(momenta, grads)]  # the momenta will not change
+            if skip.is_cuda or skip:  # if skipped, keep the momenta; with CUDA, asking would mean waiting
+                grads = [torch.where(skip, m, grad) for m, grad in zip(momenta, grads)]
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
             directions = [gather(grad.lerp(m, MOMENTUM)) for grad, m in zip(grads, momenta)]  # Nesterov's
             updates, mean_square = self.muon_updates(torch.stack(directions), torch.stack(means), skip)

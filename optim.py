@@ -22,10 +22,10 @@ def configure_optimizer(model, config):
 
     config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
-    muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; groups without their own rate use
-    learning_rate. muon_lr and head_lr are meant for 12 layers of 768. Muon's rate falls with the root of the depth, and
-    the head's with the root of the width, as in nanochat (docs/lab_notes.md has our measurements). A group's "lr_scale"
-    is its rate / learning_rate: one schedule scales them all.
+    muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; the others use learning_rate.
+    muon_lr and head_lr are meant for 12 layers of 768: Muon's rate falls with the root of the depth, and the head's
+    with the root of the width, as in nanochat (docs/lab_notes.md has our measurements). A group's "lr_scale" is its
+    rate / learning_rate: one schedule scales them all.
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
     rates = {"matrices": config["muon_lr"] * math.sqrt(12 / model.config.n_layer) if muon else None,
@@ -42,7 +42,7 @@ def configure_optimizer(model, config):
             groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
                            "weight_decay": 0.0 if kind == "vectors" else config["weight_decay"]})
         elif kind == "matrices" and muon:
-            fail("--optimizer=muon: it trains hidden matrices, and here none trains; give adamw")
+            fail("--optimizer=muon: it trains hidden matrices, but here none trains; give adamw")
     adamw = dict(betas=(config["beta1"], config["beta2"]), fused=True)
     if muon:
         from muon import MuonAdamW
@@ -80,7 +80,8 @@ def set_lr(optimizer, lr):
 def step_if_finite(optimizer, *numbers):
     """
     optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Returns their values. With CUDA an
-    optimizer that has torch's mark looks at found_inf on the device; the CPU waits for the numbers, not for the step.
+    optimizer marked _step_supports_amp_scaling looks at found_inf on the device, and the CPU waits only for the
+    numbers.
     """
     numbers = torch.stack(numbers)
     if not (numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
@@ -110,7 +111,7 @@ def build_schedule(config, max_iters):
     if decay_iters is None or schedule == "constant":
         decay_iters = max_iters
     if schedule == "wsd" and wsd_decay_frac == 0:
-        fail("--wsd_decay_frac=0.0: expected a number above 0, to 1")
+        fail("--wsd_decay_frac=0.0: expected a number above 0, at most 1")
     before_decay = decay_iters - (round(wsd_decay_frac * decay_iters) if schedule == "wsd" else 0)
     if warmup_iters is None:
         warmup_iters = min(2000, decay_iters // 10, before_decay)

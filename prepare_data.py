@@ -248,8 +248,8 @@ if __name__ == "__main__":
     if files is not None and overrides.keys() & {"dataset", "dataset_config", "dataset_split"}:
         fail(f"{source_flag}: local files are read instead of a data set; leave out --dataset, --dataset_config and "
              "--dataset_split, or --files")
-    with one_line_errors(source_flag, f"expected files of one kind, {', '.join(READERS)}, the last three also with "
-                         ".gz or .zst after it"):
+    with one_line_errors(source_flag, f"expected files of one kind, {', '.join(READERS)}, the last three "
+                         "optionally compressed (.gz or .zst)"):
         source, reader = find_source(files, dataset, dataset_config, dataset_split)
     encoding = get_tokenizer(tokenizer or ("bytes" if dataset == "python" else "gpt2"))
     n_bytes = sum(size for _, size in source.get("files", ()))

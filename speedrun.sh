@@ -1,7 +1,7 @@
 #!/bin/sh
-# From nothing to an answer of a chat model: sh speedrun.sh. Started again, it resumes where it stopped.
+# From scratch to a chat model's first answer: sh speedrun.sh. Run it again, and it resumes where it stopped.
 : "${GPUS:=8}"             # or 1, 2, 4
-: "${TOKENS:=2000000000}"  # of FineWeb-Edu; GPT-2's size is trained on them once, in steps of 131072
+: "${TOKENS:=2000000000}"  # of FineWeb-Edu; a model of GPT-2's size sees them once, 131072 per step
 : "${PREPARE=}" "${TRAIN=}" "${CHAT=}" "${EVALUATE=}"  # more flags for each step
 # 2**20 of them are for validation, and a step needs 131072
 [ "$TOKENS" -ge 1179648 ] || { echo "error: TOKENS=$TOKENS: expected an integer of at least 1179648" >&2; exit 2; }

@@ -58,10 +58,10 @@ def load_init_from(config, overrides, stage):
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
     asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")
-    with one_line_errors(source, errors=TypeError):  # of a crafted checkpoint
+    with one_line_errors(source, errors=TypeError):  # a crafted checkpoint may hold any type
         config["max_seq_len"] = pick_max_seq_len(asked, model_args["max_seq_len"], most=2048)
     if "masks" in checkpoint and not resuming and not config.get("sparsity"):
-        print0("WARNING: the pruned weights will grow back; --sparsity, as before, keeps them zero, but not with LoRA")
+        print0("WARNING: the pruned weights will grow back; --sparsity as before keeps them zero (not with LoRA)")
     return checkpoint, resuming
 
 

@@ -60,7 +60,7 @@ n_embd: Positive = 768
 n_kv_head: Positive | None = None  # llama: grouped-query attention; None: n_head
 qk_norm: bool = False  # llama: normalize queries and keys
 embed_norm: bool = False  # llama: normalize the embedding
-local_heads: bool = False  # llama: heads start looking a few positions back, one copying; needs both norms above
+local_heads: bool = False  # llama: begin with heads that look back and one that copies; needs both norms
 intermediate_size: Positive | None = None  # MLP width; None: 4 n_embd, llama: 8/3 n_embd
 rope_theta: Annotated[float, 1, math.inf] = 10000.0  # llama: base of the rotary frequencies
 kv_lora_rank: Positive | None = None  # mla: latent width, cached per token; None: min(128, n_embd / 2)
@@ -80,7 +80,7 @@ head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix, ti
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay
-warmup_iters: NonNegative | None = None  # None: a tenth of lr_decay_iters, at most 2000, before wsd's decay
+warmup_iters: NonNegative | None = None  # None: a tenth of lr_decay_iters, at most 2000; ends before wsd's decay
 lr_decay_iters: NonNegative | None = None  # None: max_iters
 min_lr: NonNegativeFloat = 6e-5
 wsd_decay_frac: Fraction = 0.2  # wsd: share of lr_decay_iters over which the rate falls

@@ -60,7 +60,7 @@ class ShardedModel:
 
 
 class ShardedOptimizer:
-    """The entry "optimizer", likewise. Its parameters are numbered, as in torch's own state dicts, not named."""
+    """The entry "optimizer", gathered in the same way. Its parameters are numbered, as in torch's own state dicts."""
 
     def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
