@@ -7,7 +7,7 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
     python prepare_data.py --tokenizer=my-tokenizer                      # a folder with a tokenizer.json
 
 A .txt file is one document in UTF-8. CR and CRLF line ends become LF, and a byte order mark stays, as the character
-U+FEFF.
+U+FEFF. Every other file has one document per row. A row whose document is missing, empty or not a string is skipped.
 
 All documents form one stream of tokens, with <|endoftext|> before each document. Exactly the first val_tokens of it
 are for validation, in one shard. The rest is cut into training shards. A training shard ends with the batch of 64
@@ -18,11 +18,11 @@ You can interrupt this script at any time. The same command resumes after the la
 that it would have written without the interruption, with any number of threads. A larger max_tokens adds shards to the
 folder and does not change those in it. Memory holds one shard and a few batches, however large the source is.
 """
-import codecs
 import glob
+import gzip
+import io
 import json
 import os
-import re
 import shlex
 import sys
 import zlib
@@ -41,10 +41,7 @@ from python_text import conversation, hold_out, letter_questions, python_convers
 from shards import read_shard, shard_header
 from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype
 
-# suffix -> arguments of load_dataset; parquet's batch is a row group by default, which may be a whole file
-JSON = {"path": "json", "encoding": "json_with_half_pairs"}
-READERS = {".parquet": {"path": "parquet", "batch_size": 1000}, ".jsonl": JSON, ".json": JSON,
-           ".txt": {"path": "text", "sample_by": "document"}}
+KINDS = (".parquet", ".jsonl", ".json", ".txt")  # of local files; the last three may also be compressed
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -52,17 +49,17 @@ READERS = {".parquet": {"path": "parquet", "batch_size": 1000}, ".jsonl": JSON, 
 
 def find_source(files, dataset, dataset_config, dataset_split):
     """
-    Returns the source as meta.json records it, and the arguments of load_dataset that read it: {} for the standard
-    library. Raises an error if a file is missing, or if the files are not of one kind.
+    Returns the source as meta.json records it, and the arguments of load_dataset that read it, {} if it is not on the
+    hub. Raises an error if a file is missing, or if the files are not of one kind.
     """
     if files is not None:
         paths = sorted({path for pattern in files.split(",")
                         for path in glob.glob(pattern.strip(), recursive=True) or [pattern]})
         source = {"files": [[path, os.path.getsize(path)] for path in paths]}
-        kinds = {Path(path.removesuffix(".gz").removesuffix(".zst")).suffix for path in paths}
-        if len(kinds) > 1 or not kinds < READERS.keys():
+        kinds = {*map(kind_of, paths)}
+        if len(kinds) > 1 or not kinds < {*KINDS}:
             raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
-        return source, {"data_files": [*map(glob.escape, paths)], "split": "train", **READERS[kinds.pop()]}
+        return source, {}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}, {}
     name = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
@@ -70,50 +67,65 @@ def find_source(files, dataset, dataset_config, dataset_split):
             {"path": dataset, "name": name, "split": dataset_split})
 
 
-def decode_json(data, errors="strict"):
-    """UTF-8 -> (text, length). Escaped lone surrogates, which pyarrow refuses, become escapes of U+FFFD."""
-    text = str(data, "utf-8")
-    if r"\ud" in text.lower():  # what follows would halve the speed of reading
-        escapes = r"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)"  # a backslash, a pair, half a pair
-        text = re.sub(escapes, lambda match: r"\ufffd" if match[1] else match[0], text)
-    return text, len(data)
+def kind_of(path):
+    """The suffix of a file's name, without that of a compression."""
+    return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
-codecs.register({JSON["encoding"]: codecs.CodecInfo(
-    None, decode_json, incrementaldecoder=codecs.getincrementaldecoder("utf-8"))}.get)
+def open_file(path):
+    """A file in binary, decompressed if it ends in .gz or .zst. Raises an error where a compressed file is cut off."""
+    if path.endswith(".zst"):
+        import pyarrow  # not at the top: --help need not wait for it
+        return io.BufferedReader(pyarrow.CompressedInputStream(open(path, "rb"), "zstd"))
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
-def open_source(reader, column, state):
-    """Opens a streamed data set with one column. state: a state_dict() of it to continue from; None: the start."""
+def read_rows(path, column):
+    """Yields the rows of a local file as dicts with at least `column`, which later rows of a JSON file may lack."""
+    if kind_of(path) == ".parquet":
+        import pyarrow.parquet
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if column not in file.schema_arrow.names:
+                raise ValueError(f"its columns are {file.schema_arrow.names}, expected {column!r} among them")
+            for batch in file.iter_batches(1000, columns=[column]):
+                yield from batch.to_pylist()
+        return
+    with open_file(path) as file:
+        if kind_of(path) == ".txt":
+            yield {column: io.TextIOWrapper(file, "utf-8").read()}
+            return
+        is_list = file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
+        for i, row in enumerate(json.load(file) if is_list else (json.loads(line) for line in file if line.strip())):
+            if i == 0 and column not in row:
+                raise ValueError(f"the keys of its first row are {[*row]}, expected {column!r} among them")
+            yield row
+
+
+def read_documents(paths, column):
+    """Yields {column: document} for each document of local files. An error names the file at fault."""
+    for path in paths:
+        try:
+            yield from ({column: row.get(column)} for row in read_rows(path, column))
+        except Exception as error:
+            raise ValueError(f"{path}: {format_error(error)}")
+
+
+def read_batches(source, reader, column, state):
+    """Yields 64 documents and the state of the source after them. state: one to continue from; None: the start."""
     os.environ.setdefault("USE_TORCH", "0")  # otherwise datasets imports torch, which takes seconds
     import datasets  # here, because --help and a refused setting need not wait for it
-    import fsspec
-    import pyarrow
-    # otherwise .zst needs the package zstandard, which reads a truncated file without an error
-    fsspec.compression.register_compression("zstd", lambda file, **_: pyarrow.CompressedInputStream(file, "zstd"),
-                                            "zst", force=True)
     if reader:
         data = datasets.load_dataset(**reader, streaming=True)
+    elif "files" in source:
+        data = datasets.IterableDataset.from_generator(  # which resumes at the file that it was reading
+            read_documents, gen_kwargs={"paths": [path for path, _ in source["files"]], "column": column})
     else:
         data = datasets.IterableDataset.from_generator(python_files)
     data = data.select_columns(column)
     if state:
         data.load_state_dict(state)
-    return data
-
-
-def read_batches(source, reader, column, state):
-    """Yields 64 documents and the state of the source after them. An error names the file at fault."""
-    data = None
-    try:
-        data = open_source(reader, column, state)
-        for batch in data.iter(batch_size=64):
-            yield batch[column], data.state_dict()
-    except Exception as error:
-        if "files" not in source:
-            raise
-        i = data.state_dict()["examples_iterable"]["examples_iterable"]["shard_idx"] if data else 0
-        raise ValueError(f"{source['files'][i][0]}: {format_error(error)}")
+    for batch in data.iter(batch_size=64):
+        yield batch[column], data.state_dict()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -194,6 +206,8 @@ def read_progress(folder, recipe):
     for key in ("documents", "documents skipped", "tokens", "bytes", "exhausted"):
         if not isinstance(meta[key], int):
             raise ValueError(f"its meta.json is damaged: {key} is {meta[key]!r}")
+    if "files" in recipe["source"] and "previous_state" in str(meta.get("state")):
+        del meta["state"]  # an earlier version read files with another reader
     return meta
 
 
@@ -248,7 +262,7 @@ if __name__ == "__main__":
     if files is not None and overrides.keys() & {"dataset", "dataset_config", "dataset_split"}:
         fail(f"{source_flag}: local files are read instead of a data set; leave out --dataset, --dataset_config and "
              "--dataset_split, or --files")
-    with one_line_errors(source_flag, f"expected files of one kind, {', '.join(READERS)}, the last three "
+    with one_line_errors(source_flag, f"expected files of one kind, {', '.join(KINDS)}, the last three "
                          "optionally compressed (.gz or .zst)"):
         source, reader = find_source(files, dataset, dataset_config, dataset_split)
     encoding = get_tokenizer(tokenizer or ("bytes" if dataset == "python" else "gpt2"))
@@ -288,8 +302,10 @@ if __name__ == "__main__":
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:
-        fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on, there are only {summary} (empty, not "
-             "text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
+        default = "" if val_tokens else ", the default, from the size of the files"
+        fail(f"--val_tokens={recipe['val_tokens']}{default}: leaves nothing to train on of {source_flag}, only "
+             f"{summary} (empty, not text, or refused by tiktoken); lower it, or give more text or a larger "
+             "--max_tokens")
 
     # what to do with them
     chat_path = folder / "chat.jsonl"

@@ -207,6 +207,22 @@ def test_one_document_is_enough_and_its_tokens_are_gpt2s(tmp_path, gpt2_vocabula
     assert read_meta(tmp_path / "out").items() > {"tokenizer": "gpt2", "vocab_size": 50304, "bytes": len(text)}.items()
 
 
+def test_what_else_rows_hold_does_not_matter(tmp_path):
+    """A row without text, or whose text is not a string, leaves its neighbours as they are; so do other columns."""
+    document = 'He said "h\u00e9".\n'
+    rows = [[{"text": document}], [{"text": document, "n": "x"}, {"text": 5}, {"text": document, "n": 1}, {"n": 2},
+            {"text": ["a"]}, {"text": document, "more": {}}], [{"id": 3, "text": "2024-01-01T00:00:00Z"}]]
+    for i, some in enumerate(rows):
+        (tmp_path / f"{i}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in some))
+        (tmp_path / f"{i}.json").write_text("\ufeff" + json.dumps(some, indent=1), encoding="utf-8")
+        columns = {"text": [row["text"] for row in some if isinstance(row.get("text"), str)]}
+        pyarrow.parquet.write_table(pyarrow.table({**columns, str(i): columns["text"]}), tmp_path / f"{i}.parquet")
+    for kind, skipped in ("jsonl", 3), ("json", 3), ("parquet", 0):
+        printed = prepare(tmp_path, f"--files=*.{kind}", f"--data_dir={kind}", "--tokenizer=bytes", "--val_tokens=9")
+        assert "5 documents, " in printed and f"{skipped} documents skipped" in printed
+        assert all_tokens(tmp_path / kind) == bytes_tokens([document] * 4 + ["2024-01-01T00:00:00Z"])
+
+
 def test_text_in_any_of_arrows_types(tmp_path):
     text = pyarrow.array(DOCUMENTS[:20] + [None, ""])
     for i, column in enumerate((text, text.cast(pyarrow.large_string()), text.dictionary_encode())):
@@ -419,6 +435,9 @@ def test_a_folder_of_the_version_before(prepared):
     path.write_text(json.dumps(meta))
     assert read_meta(path.parent) == {**meta, "shards": {}} and "prepared already" in prepare(folder, *command)
     path.write_text(json.dumps(meta | {"exhausted": False}))
+    assert "an earlier version" in refusal(folder, *command)
+    state = {"examples_iterable": {"previous_state": {}}}  # of another reader of files
+    path.write_text(json.dumps(meta | {"exhausted": False, "state": state}))
     assert "an earlier version" in refusal(folder, *command)
     path.unlink()  # as in an unfinished one, or with shards from elsewhere
     line = refusal(folder, *command)
