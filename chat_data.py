@@ -39,6 +39,9 @@ def parse_mixture(text):
     sources = Counter()
     for part in text.split(","):
         source, weight = re.fullmatch(r"(?s)(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
+        if not source:
+            fail(f"--data or --val_data: {text!r}: '' is no source; expected .json or .jsonl files, or hub data sets, "
+                 f"separated by commas")
         sources[source] += float(weight)
     return sources
 
@@ -96,6 +99,8 @@ def validate_conversation(messages):
         raise ValueError("messages is not a list of {role, content}, both strings")
     if not re.fullmatch("(system )?user assistant( user assistant)*( user)?", roles):
         raise ValueError("its roles are not user and assistant in turn, after at most one system message")
+    if any(message.get("reasoning_content") for message in messages):
+        raise ValueError("its thoughts are in reasoning_content; put them into content, as <think>...</think>")
     begin = int(is_empty[0] and roles.startswith("system"))
     if any(is_empty[begin:]):
         raise ValueError("a message is empty")

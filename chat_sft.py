@@ -123,7 +123,7 @@ if "epochs" in overrides and overrides.get("max_iters") is None:
     config["max_iters"] = None  # not that of the run to resume
 elif "epochs" in overrides:
     print0(f"--max_iters={config['max_iters']} sets the length of the run, not --epochs={config['epochs']}")
-update_settings(globals(), config, init_from)  # from the run to resume, or the model to start from
+update_settings(globals(), config, checkpoint and checkpoint["path"])  # the settings of what it starts from
 if not print_batch:
     check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)

@@ -125,8 +125,8 @@ def check_chat_format(path, tokenizer, vocab_size):
         if has_template(tokenizer):
             chat_tokens(tokenizer)  # raises ValueError if no special token ends the template's answers
         elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
-            raise ValueError("its tokenizer has no chat template, and its vocabulary no room for chat tokens; take "
-                             "the model's chat version, or put its chat_template.jinja into the folder")
+            raise ValueError("its tokenizer has no chat template, and its vocabulary no room for our chat tokens; "
+                             "take the model's chat version, or put its chat_template.jinja into the folder")
 
 
 def check_tokenizer(where, tokenizer, checkpoint):
@@ -153,6 +153,9 @@ def load_base(checkpoint):
     from import_hf import hub_name
     base = checkpoint["lora"]
     for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
+        if hub_name(place):
+            print0(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base, {place}, is no folder here: "
+                   f"asking the hub")
         if os.path.exists(place) or hub_name(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:

@@ -346,6 +346,8 @@ if __name__ == "__main__":
             rows = min(len(val_data), eval_iters * batch_size)
             val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device, this_rank,
                                                 world_size, progress)
+            if not math.isfinite(val_loss):
+                raise ValueError("its validation loss is not finite: its weights are broken")
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
             print0(f"{'validation':<13} loss {val_loss:.4f}, perplexity {math.exp(min(val_loss, 700)):.2f}, "
                    f"{val_bpb:.4f} bits per byte, over {rows} of the {len(val_data)} rows of "

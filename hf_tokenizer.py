@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers  # transformers requires it
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+         "generation_config.json")
 
 
 def read_files(folder):
@@ -49,6 +50,8 @@ class HFTokenizer:
         self.byte_level = "ByteLevel" in repr(self.bpe.decoder)
 
         settings = json.loads(files.get("tokenizer_config.json", "{}"))
+        if "added_tokens_decoder" not in settings:  # as in transformers
+            settings |= json.loads(files.get("special_tokens_map.json", "{}"))
         self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
         self.named_tokens = {key: token["content"] if isinstance(token, dict) else token  # which templates write
                              for key, token in settings.items()  # bos_token, eos_token, ...
@@ -63,8 +66,9 @@ class HFTokenizer:
         ends = {*(ends if isinstance(ends, list) else [ends]), separators[0], separators[-1]}
         self.eot_token, self.stop_ids = separators[0], ends & {*vocabulary.values()}
         self.special_token = re.compile("|".join(map(re.escape, special)))
-        # whether the chat tokens would get the ids after its own
-        self.can_grow = len(vocabulary) == self.n_vocab and "<|user|>" not in vocabulary
+        # whether the chat tokens would get the ids after its own, and each message the ids that it has in a whole text
+        self.can_grow = (len(vocabulary) == self.n_vocab and '"prepend_scheme": "first"' not in content
+                         and not vocabulary.keys() & {"<|system|>", "<|user|>", "<|assistant|>", "<|end|>"})
 
         text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(special)
         ids = self.encode_ordinary(text)
@@ -138,6 +142,8 @@ class HFTokenizer:
         hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
                                                                 message["content"])} for message in messages]
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
+        if len(text) != len(outline) or any(b not in (a, "\ue000") for a, b in zip(text, outline)):
+            raise ValueError("the model's chat template treats a message with a special token differently")
         place, answers, end_tokens = 0, [], set()
         for i, message in enumerate(hidden):
             is_answer = (message["role"] == "assistant" and not prompt
@@ -160,6 +166,9 @@ class HFTokenizer:
         if len(end_tokens) > 1 or None in end_tokens:
             raise ValueError("the model's chat template does not end every answer with the same special token")
         ids, offsets = self.encode_template(text, outline)
+        special = [self.bpe.token_to_id(found[0]) for found in self.special_token.finditer(outline)]
+        if [i for i in ids if i in self.special] != special:
+            raise ValueError("the tokenizer finds other special tokens than the model's chat template writes")
         # a token of white space has no width here; the first token of an answer may take the space before it
         return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]
 

@@ -127,7 +127,10 @@ def compare_logits(hf_model, model, length):
     """
     idx = torch.arange(length)[None] % model.config.vocab_size
     heads = {head.data_ptr(): head for head in (hf_model.get_output_embeddings().weight, model.lm_head.weight)}
-    scale = 2.0 ** max(0, round(math.log2(50 / model(idx).abs().max().clamp(min=1e-3))))
+    largest = model(idx).abs().max().clamp(min=1e-3)
+    if not largest.isfinite():
+        raise ValueError("its logits are not finite: its weights are broken")
+    scale = 2.0 ** max(0, round(math.log2(50 / largest)))
     for head in heads.values():  # one, if the models share it
         head *= scale
     same = torch.allclose(hf_model(idx).logits, model(idx), rtol=1e-3, atol=1e-3)
@@ -210,14 +213,18 @@ def read_tokenizer(folder, vocab_size):
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
     ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None
     if ours and not (folder / "tokenizer.json").exists():
-        vocabulary = folder / "vocab.json"
+        vocabulary, settings = folder / "vocab.json", folder / "tokenizer_config.json"
         if vocabulary.exists() and json.loads(vocabulary.read_bytes()).get("\u0120the") != 262:  # " the" in GPT-2's
             raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
+        if ((folder / "chat_template.jinja").exists()
+                or settings.exists() and json.loads(settings.read_bytes()).get("chat_template")):
+            raise ValueError("it has a chat template, but no tokenizer.json; add the one that transformers writes")
         return ours
     tokenizer = HFTokenizer(read_files(folder))
-    same_format = not has_template(tokenizer) or (folder / "run.json").exists()  # export_hf.py wrote the template
-    if ours and same_format and all(tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i)
-                                    for i in range(ours.n_vocab)):
+    # export_hf.py wrote run.json; but it may have kept the template of a model that came from elsewhere
+    our_format = not has_template(tokenizer) or (folder / "run.json").exists() and "<|end|>" in tokenizer.chat_template
+    if ours and our_format and all(
+            tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i) for i in range(ours.n_vocab)):
         return ours
     if tokenizer.n_vocab > vocab_size:  # with a padding token, say, that was added without a row of the embedding
         content = json.loads(tokenizer.files["tokenizer.json"])

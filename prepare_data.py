@@ -24,6 +24,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -265,7 +266,7 @@ if __name__ == "__main__":
     with one_line_errors(source_flag, f"expected files of one kind, {', '.join(KINDS)}, the last three "
                          "optionally compressed (.gz or .zst)"):
         source, reader = find_source(files, dataset, dataset_config, dataset_split)
-    encoding = get_tokenizer(tokenizer or ("bytes" if dataset == "python" else "gpt2"))
+    encoding = get_tokenizer(("bytes" if dataset == "python" else "gpt2") if tokenizer is None else tokenizer)
     n_bytes = sum(size for _, size in source.get("files", ()))
     tenth = n_bytes // (10 if encoding.name == "bytes" else 40)  # other tokens are some 4 bytes
     recipe = {"tokenizer": encoding.name, "vocab_size": padded_vocab_size(encoding), "beginning": encoding.eot_token,
@@ -294,6 +295,7 @@ if __name__ == "__main__":
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
+            shutil.rmtree(folder / "tokenizer", ignore_errors=True)  # that of an earlier preparation
             for name, text in getattr(encoding, "files", {}).items():
                 (folder / "tokenizer").mkdir(exist_ok=True)
                 write_atomically(folder / "tokenizer" / name, text.encode())

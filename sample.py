@@ -253,11 +253,17 @@ if __name__ == "__main__":
             elif message:
                 messages.append({"role": "user", "content": message})
                 room = max_len - min(max_new_tokens, max_len // 4)
-                with one_line_errors(checkpoint):  # a model's chat template may refuse the messages
+                try:
                     while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
                            and len(messages) > 1):
                         print("(the oldest turn does not fit any more and is forgotten)")
                         del messages[:2]
+                except ValueError as error:  # a model's chat template may refuse the messages
+                    if text:
+                        fail(f"{checkpoint}: {error}")
+                    print(f"(not understood: {error})")
+                    del messages[-1]
+                    continue
                 messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
             if text:
                 break

@@ -84,7 +84,7 @@ def token_dtype(tokenizer):
 def token_bytes(tokenizer):
     """The number of bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
-    special = getattr(tokenizer, "special", [tokenizer.eot_token])
+    special = special_tokens(tokenizer, chat=False)
     for i in range(tokenizer.n_vocab):
         sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
     return sizes
@@ -95,6 +95,13 @@ def chat_tokens(tokenizer):
     if has_template(tokenizer):
         return {"end": tokenizer.end_token}
     return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
+
+
+def special_tokens(tokenizer, chat):
+    """{id: text} of the special tokens, with chat those of the chat format, too."""
+    format_tokens = chat_tokens(tokenizer).items() if chat and not has_template(tokenizer) else ()
+    own = getattr(tokenizer, "special", {tokenizer.eot_token: END_OF_TEXT})
+    return {**own, **{i: f"<|{name}|>" for name, i in format_tokens}}
 
 
 def render_chat(tokenizer, messages, prompt=False):

@@ -119,7 +119,7 @@ config, overrides = configure(globals())
 # setup
 drop_failed_writes()
 checkpoint, resuming = load_init_from(config, overrides, "base")
-update_settings(globals(), config, init_from)  # from the run to resume, or the model to start from
+update_settings(globals(), config, checkpoint and checkpoint["path"])  # the settings of what it starts from
 check_out_dir(config, resuming, checkpoint)
 rank, world_size, torch_device = init_process(device)
 amp_dtype = pick_dtype(dtype, torch_device)

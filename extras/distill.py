@@ -17,6 +17,7 @@ from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
+from tokenizer import get_tokenizer, special_tokens
 
 
 # -----------------------------------------------------------------------------
@@ -110,7 +111,9 @@ class Distillation(nn.Module):
             if checkpoint:  # steps that were rolled back have read rows, too
                 global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
                 n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
-            key = digest_weights([self.digest, data.fingerprint, data.max_seq_len, k], {})
+            checksums = getattr(data, "checksums", None)  # the fingerprint does not cover all tokens of shards
+            key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k,
+                                  model.config.vocab_size], {})
             cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
             cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
             loader.sources.append(cache)
@@ -155,6 +158,11 @@ def load_teacher(loader, config, dtype, options, vocab_size):
     data, device = loader.dataset, loader.device
     net, checkpoint = load_model(config["teacher"], "cpu")
     check_tokenizer("the student", data.tokenizer, checkpoint)
+    ours, theirs = (special_tokens(tokenizer, chat="chat_dir" in config)
+                    for tokenizer in (data.tokenizer, get_tokenizer(checkpoint["tokenizer"])))
+    for i in ours.keys() & theirs.keys():
+        if ours[i] != theirs[i]:
+            fail(f"--teacher={config['teacher']}: its token {i} is {theirs[i]}, the student's {ours[i]}")
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
              f"that")

@@ -85,6 +85,8 @@ def test_a_conversation_is_truncated_after_an_answer(contents, max_seq_len, leng
                [{"role": "human", "content": "a"}, *turns("a", "b")[1:]],
                *(turns("a", "b") + turns("c", "d", system=system) for system in ("s", ""))]),
     ("a message is empty", [turns("a", "  "), turns("", "b")]),
+    ("thoughts are in reasoning_content", [[*turns("a"), {"role": "assistant", "content": "b",
+                                                          "reasoning_content": "c"}]]),
     ("longer than a row", [turns("a", "bb"), turns("a", "bb", "c", "d")]),
 ])
 def test_faults_of_conversations_are_named(fault, conversations):

@@ -380,6 +380,9 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
         assert output in refused(*given, "--tasks=mmlu", f"--task_dir={tasks}", f"--output={output}")
     assert (tmp_path / "there.json").read_text() == "kept"
     shards = write_shards(tmp_path / "gpt2", "gpt2", train=2000, val=500)
+    broken = save_model(tmp_path / "broken", broken_model())
+    assert "not finite" in refused(
+        "evaluate.py", f"--checkpoint={broken}", "--tasks=", f"--data_dir={write_shards(tmp_path / 'b')}")
     error = refused(*given, "--tasks=", f"--data_dir={shards}")
     assert f"--data_dir={shards}: has gpt2 tokens" in error and f"{checkpoint} has bytes tokens" in error
 

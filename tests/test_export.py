@@ -202,6 +202,20 @@ def test_a_chat_template_that_comes_from_elsewhere_stays(tmp_path):
     assert "its vocab.json is not GPT-2's" in error_line(load_checkpoint, folder)
 
 
+def test_another_template_stays_after_an_export_too(tmp_path):
+    """DialoGPT's, say, whose ids are those of GPT-2."""
+    export(save_model(tmp_path, new_gpt("gpt2"), stage="base"), tmp_path / "hf")
+    (tmp_path / "hf" / "run.json").unlink()
+    template = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+    (tmp_path / "hf" / "chat_template.jinja").write_text(template)
+    export(tmp_path / "hf", tmp_path / "again")
+    for folder in (tmp_path / "hf", tmp_path / "again"):
+        loaded = load_checkpoint(folder)
+        assert loaded["stage"] == "chat" and get_tokenizer(loaded["tokenizer"]).chat_template == template
+    (folder / "tokenizer.json").unlink()
+    assert "a chat template, but no tokenizer.json" in error_line(load_checkpoint, folder)
+
+
 def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
     export(save_model(tmp_path, new_gpt("gpt2"), stage="base"), tmp_path / "hf")
     card = (tmp_path / "hf" / "README.md").read_text()

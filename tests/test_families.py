@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from checkpoint import check_chat_format, check_tokenizer, load_checkpoint, load_model
-from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, read_log, refused, run, turns
+from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, patched, read_log, refused, run, turns
 from dataloader import TokenDataset
 from export_hf import export
 from families import FAMILIES, write_family
@@ -115,6 +115,57 @@ def test_a_special_token_that_is_typed_is_text(family):
     assert not any(i in tokenizer.special for i in encode(tokenizer, typed).tolist())
     learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
     assert typed + "." in learned
+
+
+def test_special_tokens_that_only_the_map_names(family, tmp_path):
+    """special_tokens_map.json, which transformers reads if tokenizer_config.json lists no added tokens."""
+    _, folder, _, tokenizer = family
+    files = read_files(folder)
+    settings = json.loads(files["tokenizer_config.json"])
+    named = {key: settings.pop(key) for key in ("bos_token", "eos_token", "pad_token") if key in settings}
+    assert named and "added_tokens_decoder" not in settings
+    for name, content in {**files, "tokenizer_config.json": json.dumps(settings),
+                          "special_tokens_map.json": json.dumps(named)}.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = reference.apply_chat_template(TALKS[0], tokenize=False, date_string="26 Jul 2024")
+    ours = HFTokenizer(read_files(tmp_path))
+    assert ours.named_tokens == tokenizer.named_tokens and ours.eot_token == tokenizer.eot_token
+    assert render_chat(ours, TALKS[0])[0] == reference(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_that_looks_for_a_special_token_in_a_message_is_refused(qwen3):
+    """Qwen3's looks for </think>, which is not special in its tokenizer."""
+    files = read_files(qwen3)
+    bpe = Tokenizer.from_str(files["tokenizer.json"])
+    bpe.add_special_tokens(["<think>", "</think>"])
+    tokenizer = HFTokenizer({**files, "tokenizer.json": bpe.to_str()})
+    with pytest.raises(ValueError, match="treats a message with a special token differently"):
+        render_chat(tokenizer, turns("2 + 2?", "<think>\nhmm\n</think>\n\nfour"))
+
+
+def test_special_tokens_that_the_tokenizer_would_not_find_are_refused(qwen3):
+    files = read_files(qwen3)
+    content = json.loads(files["tokenizer.json"])
+    for token in content["added_tokens"]:
+        token["single_word"] = True  # only between spaces
+    tokenizer = HFTokenizer({**files, "tokenizer.json": json.dumps(content)})
+    with pytest.raises(ValueError, match="finds other special tokens"):
+        render_chat(tokenizer, TALKS[0])
+
+
+@pytest.mark.parametrize("special, pre_tokenizer", [
+    (["<|endoftext|>", "<|end|>"], pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    (["<|endoftext|>"], pre_tokenizers.Metaspace(prepend_scheme="first"))])
+def test_chat_tokens_are_not_added_where_an_export_would_have_other_ids(special, pre_tokenizer):
+    bpe = Tokenizer(models.BPE())
+    byte_level = len(special) > 1
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizer, decoders.ByteLevel() if byte_level else decoders.Metaspace()
+    letters = pre_tokenizers.ByteLevel.alphabet() if byte_level else []
+    text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12 <|endoftext|>"
+    bpe.train_from_iterator([text], trainers.BpeTrainer(special_tokens=special, initial_alphabet=letters))
+    tokenizer = HFTokenizer({"tokenizer.json": bpe.to_str()})
+    assert "no room for our chat tokens" in error_line(check_chat_format, "model", tokenizer, 2000)
 
 
 def test_bytes_of_ids_are_those_of_the_text(family):
@@ -294,6 +345,16 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path)
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
     failing = changed(chat_template__jinja="{{ raise_exception('no') }}")
     assert "failed: no" in tune(failing)
+    write_family("llama3", tmp_path / "llama3")  # has the same text tokens, and other special ones
+    line = refused("chat_sft.py", *RUN, f"--init_from={qwen3}", f"--teacher={tmp_path}/llama3", f"--data={talks}",
+                   f"--chat_dir={tmp_path}/chat", f"--out_dir={tmp_path}/out")
+    assert "its token 600 is <|e" in line and "the student's <|endoftext|>" in line
+    (tmp_path / "typed.txt").write_text("hi\nhello\n")  # a message that the template refuses does not end a chat
+    picky = changed(chat_template__jinja=template.replace("{%- set ns", "{%- if messages[-1].content == 'hi' %}"
+                                                          "{{ raise_exception('no') }}{%- endif %}{%- set ns", 1))
+    output = run(patched(tmp_path, "sample.py", f"sys.stdin = open({str(tmp_path / 'typed.txt')!r})"),
+                 f"--checkpoint={picky}", "--chat=True", "--max_new_tokens=3", "--device=cpu")
+    assert "(not understood: the model's chat template failed: no)" in output and output.count("model: ") == 1
     assert "failed: no" in refused("export_hf.py", f"--checkpoint={failing}", f"--out_dir={tmp_path}/exported")
     for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:

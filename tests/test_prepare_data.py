@@ -23,6 +23,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tiktoken
+import tokenizers
 from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
@@ -442,6 +443,21 @@ def test_a_folder_of_the_version_before(prepared):
     path.unlink()  # as in an unfinished one, or with shards from elsewhere
     line = refusal(folder, *command)
     assert "meta.json" in line and "remove the folder" in line
+
+
+def test_a_tokenizer_leaves_no_file_behind_for_the_next_one(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    for i, names in enumerate([("tokenizer.json", "chat_template.jinja"), ("tokenizer.json",)]):
+        for name in names:
+            (tmp_path / f"t{i}").mkdir(exist_ok=True)
+            bpe = tokenizers.ByteLevelBPETokenizer()
+            bpe.train_from_iterator(["a"], special_tokens=["<|endoftext|>"])
+            (tmp_path / f"t{i}" / name).write_text(bpe.to_str() if name.endswith("json") else "{{ messages }}")
+        prepare(tmp_path, "--files=a.txt", f"--tokenizer=t{i}", "--val_tokens=50", "--data_dir=p")
+        assert sorted(path.name for path in (tmp_path / "p/tokenizer").iterdir()) == sorted(names)
+        for path in [*(tmp_path / "p").glob("*.bin"), tmp_path / "p/meta.json"]:
+            path.unlink()
+    assert "tokenizer=''" in refusal(tmp_path, "--files=a.txt", "--tokenizer=", "--data_dir=q")
 
 
 def test_two_runs_do_not_write_to_one_folder(sources):
