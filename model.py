@@ -94,8 +94,7 @@ NO_CHOICE = {
 
 
 # -----------------------------------------------------------------------------
-# attention: one class per variant, chosen in Block below. Each calls its attend or, with a cache and a single new
-# position, its decode; extras/block_attention.py and sample.py replace them on a model that is compiled for a CPU.
+# attention: one class per variant, chosen in Block below
 
 def attend(q, k, v, mask, dropout):
     """
@@ -140,39 +139,46 @@ def write_cache(cache, positions, *new):
     return [tensor.transpose(1, 2) for tensor in cache]
 
 
-def attend_or_decode(attention, q, k, v, positions, mask, cache):
-    """Attention of T positions, over the whole cache if there is one: (B, T, heads, hd) each -> (B, T, nh * hd)."""
-    if cache is not None:
-        k, v = write_cache(cache, positions, k, v)
-        if q.size(1) == 1:
-            return attention.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2)
-    return attention.attend(q, k, v, mask, attention.dropout if attention.training else 0.0)
-
-
-class GPT2Attention(nn.Module):
-    """Multi-head attention as in GPT-2: queries, keys and values from one matrix, with biases."""
+class Attention(nn.Module):
+    """
+    What all variants share. extras/block_attention.py replaces `attend`, and sample.py `decode`, on a model that is
+    compiled for a CPU.
+    """
+    attend, decode = staticmethod(attend), staticmethod(decode_attention)
 
     def __init__(self, config):
         super().__init__()
-        self.attend, self.decode = attend, decode_attention
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.config = config
+
+    def attend_or_decode(self, q, k, v, positions, mask, cache):
+        """Attends, over the whole cache if there is one: (B, T, heads, hd) each -> (B, T, nh * hd)."""
+        if cache is not None:
+            k, v = write_cache(cache, positions, k, v)
+            if q.size(1) == 1:
+                return self.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2)
+        return self.attend(q, k, v, mask, self.config.dropout if self.training else 0.0)
+
+
+class GPT2Attention(Attention):
+    """Multi-head attention as in GPT-2: queries, keys and values from one matrix, with biases."""
+
+    def __init__(self, config):
+        super().__init__(config)
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.cache_shapes = [(config.n_head, config.n_embd // config.n_head)] * 2  # (heads, width) of k and of v
 
     def forward(self, x, rope, positions, mask, cache):
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)  # (B, T, nh, hd) each
-        return self.c_proj(attend_or_decode(self, q, k, v, positions, mask, cache))
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).unbind(2)  # (B, T, nh, hd) each
+        return self.c_proj(self.attend_or_decode(q, k, v, positions, mask, cache))
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Attention):
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions, and optionally Qwen3's norms."""
 
     def __init__(self, config):
-        super().__init__()
-        self.attend, self.decode = attend, decode_attention
-        self.dropout = config.dropout
-        hd = self.head_dim = config.head_dim
+        super().__init__(config)
+        hd = config.head_dim
         self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=False)
         self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
@@ -182,10 +188,11 @@ class LlamaAttention(nn.Module):
         self.cache_shapes = [(config.n_kv_head, hd)] * 2
 
     def forward(self, x, rope, positions, mask, cache):
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        hd = self.config.head_dim
+        q, k, v = (proj(x).unflatten(-1, (-1, hd)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         q = apply_rotary_emb(self.q_norm(q.float()), rope).type_as(v)
         k = apply_rotary_emb(self.k_norm(k.float()), rope).type_as(v)
-        return self.o_proj(attend_or_decode(self, q, k, v, positions, mask, cache))
+        return self.o_proj(self.attend_or_decode(q, k, v, positions, mask, cache))
 
 
 def apply_rotary_emb(x, rope):
@@ -199,7 +206,7 @@ def apply_rotary_emb(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class MLA(nn.Module):
+class MLA(Attention):
     """
     Multi-head latent attention (names as in DeepSeek-V2, section 2.1). The keys and values of all heads come from
     one latent of kv_lora_rank numbers per token, c = kv_a(x): each head has k_nope = W_k c and v = W_v c.
@@ -217,9 +224,8 @@ class MLA(nn.Module):
     """
 
     def __init__(self, config):
-        super().__init__()
-        self.attend, self.decode = attend, decode_attention
-        c = self.config = config
+        super().__init__(config)
+        c = config
         gpt2, q_width = c.arch == "gpt2", c.n_head * (c.qk_nope_head_dim + c.qk_rope_head_dim)
         if c.q_lora_rank is None:
             self.q_proj = nn.Linear(c.n_embd, q_width, bias=gpt2)
