@@ -59,14 +59,14 @@ def load_checkpoint(path, merge=True):
                 if not isinstance(checkpoint[key], kind):
                     raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
             # older checkpoints lack norm_eps and have local_heads, which concerned only the initial weights
-            checkpoint["model_args"].pop("local_heads", None)
-            unknown = checkpoint["model_args"].keys() - GPTConfig.__annotations__.keys()
-            if unknown:
-                raise ValueError(f"it was trained with {', '.join(sorted(unknown))}, which GPTConfig lacks here")
-            checkpoint["model_args"] = vars(GPTConfig(**{"norm_eps": 1e-5, **checkpoint["model_args"]}))
-            for name, value in checkpoint["model_args"].items():
+            model_args = {"norm_eps": 1e-5, **checkpoint["model_args"]}
+            model_args.pop("local_heads", None)
+            for name, value in model_args.items():
+                if name not in GPTConfig.__annotations__:
+                    raise ValueError(f"it was trained with {name}, which GPTConfig lacks here")
                 kind = GPTConfig.__annotations__[name]
                 check(f"{candidate}: {name}", value, Positive if kind is int else kind)
+            checkpoint["model_args"] = vars(GPTConfig(**model_args))
             checkpoint["path"] = str(candidate)
             if merge and "lora" in checkpoint:
                 merge_adapters(checkpoint)
