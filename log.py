@@ -99,19 +99,17 @@ class Logger:
 
     def forget_losses(self):
         """Resets the mean of check_divergence, as after a rollback to weights whose loss was higher."""
-        self.mean_loss, self.mean_weight, self.lowest_mean = 0.0, 0.0, math.inf
+        self.mean_loss, self.mean_steps, self.lowest_mean = 0.0, 0, math.inf
 
     def check_divergence(self, iter_num, train_loss, steps):
         """Warns once if the mean of train_loss over about 100 steps has risen far above its lowest value."""
-        decay = 0.99 ** steps
-        self.mean_loss = decay * self.mean_loss + (1 - decay) * train_loss
-        self.mean_weight = decay * self.mean_weight + (1 - decay)  # of the steps so far, as in Adam
-        mean = self.mean_loss / self.mean_weight
-        if self.mean_weight > 0.63:  # after 100 steps; before that it averages too few
-            self.lowest_mean = min(self.lowest_mean, mean)
-        if mean > DIVERGED * self.lowest_mean and not self.diverged:
+        self.mean_steps += steps
+        self.mean_loss += (train_loss - self.mean_loss) * min(1, steps / min(self.mean_steps, 100))
+        if self.mean_steps >= 100:  # before that it averages too few
+            self.lowest_mean = min(self.lowest_mean, self.mean_loss)
+        if self.mean_loss > DIVERGED * self.lowest_mean and not self.diverged:
             self.diverged = True
-            print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {mean:.3f}, "
+            print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {self.mean_loss:.3f}, "
                    f"up from {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
                    f"--spike_loss=3, which rolls back")
 
