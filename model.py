@@ -93,6 +93,12 @@ NO_CHOICE = {
     "mla": ("n_kv_head", "head_dim", "tied_head", "rope_factor", "qk_norm")}
 
 
+def matmul_dtype(tensor):
+    """The dtype of a matmul with this tensor: autocast's if it is on, else the tensor's."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
 # -----------------------------------------------------------------------------
 # attention: one class per variant, chosen in Block below
 
@@ -403,8 +409,7 @@ def linear_cross_entropy(x, weight, targets):
     x (N, C), weight (V, C), targets (N,) int64 -> scalar float32. Under autocast the matmuls are in its dtype,
     and round the logits to it; the loss and the sum of the weight's gradient are float32.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(matmul_dtype(x))
     if torch.is_grad_enabled():
         return LinearCrossEntropy.apply(x, weight, targets)
     loss, weight = 0.0, weight.to(x.dtype)
@@ -504,7 +509,7 @@ class GPT(nn.Module):
 
         x = self.transformer.drop(x)
         # under autocast the residual stream is bfloat16, too, as in nanochat; float16 could overflow
-        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+        if matmul_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
         for i, block in enumerate(self.transformer.h):
             if self.recompute and torch.is_grad_enabled():
@@ -513,10 +518,10 @@ class GPT(nn.Module):
                 x = block(x, rope, positions, mask, None if cache is None else cache[i])
         return self.transformer.ln_f(x.float())
 
-    def new_cache(self, batch, length, dtype=torch.float32):
+    def new_cache(self, batch, length):
         """An empty KV cache for `batch` rows of up to `length` positions: for each layer, its attention's tensors."""
-        device = self.lm_head.weight.device
-        return [[torch.zeros(batch, heads, length, width, dtype=dtype, device=device)
+        weight = self.lm_head.weight
+        return [[torch.zeros(batch, heads, length, width, dtype=matmul_dtype(weight), device=weight.device)
                  for heads, width in block.attn.cache_shapes] for block in self.transformer.h]
 
     def flops_per_token(self, T):

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import check_chat_format, describe_model, load_model, pick_max_seq_len
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
+from model import matmul_dtype
 from tokenizer import chat_tokens, count_ids, decode_chat, encode, get_tokenizer, render_chat, sanitize
 
 
@@ -45,7 +46,7 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
             # the padding of short rows is cached, then overwritten before any query looks that far
             idx = pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
             positions = torch.arange(idx.size(1), device=device).expand_as(idx)
-            cache = model.new_cache(len(rows), min(idx.size(1) + left, max_len), cache_dtype(device))
+            cache = model.new_cache(len(rows), min(idx.size(1) + left, max_len))
             model.hidden_states(idx, positions, cache=cache)
         # compute the last position of the prompt again, so that the first id is decoded in the shape of the others
         idx = torch.tensor([row[-1:] for row in rows], device=device)
@@ -60,11 +61,6 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
             return
         for i in running:
             rows[i].append(new[i])
-
-
-def cache_dtype(device):
-    """The dtype of the matmuls: autocast's if it is on, else float32, like the weights."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else torch.float32
 
 
 def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_vocab=None):
@@ -108,14 +104,14 @@ def compile_step(model, batch):
     result; in a compiled step it would cast all of them for each id.)
     """
     device = model.lm_head.weight.device
-    dtype = cache_dtype(device)
+    dtype = matmul_dtype(model.lm_head.weight)
     model.lm_head = copy.deepcopy(model.lm_head)  # a tied head's embedding stays as it is
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.to(dtype)
     for block in model.transformer.h if device.type == "cpu" else ():
         block.attn.decode = fused_decode_attention
-    cache = model.new_cache(batch, model.config.max_seq_len, dtype)
+    cache = model.new_cache(batch, model.config.max_seq_len)
     for tensor in sum(cache, []):
         torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
     compiled = torch.compile(model.forward, dynamic=False, fullgraph=True,
