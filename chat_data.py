@@ -1,7 +1,7 @@
 """
 Conversations -> packed or padded rows.
 
-A conversation of n ids (see tokenizer.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
+A conversation of n ids (see chat_format.render_chat) takes n - 1 positions of a row: its inputs are all ids but the
 last, its targets all but the first. A row is inputs and targets, (2, max_seq_len) uint16, or uint32 for a large
 vocabulary. Two target values are not ids: the largest means no loss; the one below it (text_start), no loss and the
 start of a text. Each position of padding counts as a text.
@@ -21,11 +21,12 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from tqdm import tqdm
 
+from chat_format import decode_chat, render_chat
 from configurator import fail, format_error
 from dataloader import to_device
 from distributed import rank
 from model import IGNORE
-from tokenizer import decode_chat, render_chat, sanitize, token_dtype
+from tokenizer import sanitize, token_dtype
 
 VERSION = 3  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds

@@ -22,7 +22,8 @@ from configurator import (BelowOne, Fraction, NonNegative, NonNegativeFloat, Pos
 import torch
 
 from chat_data import build_datasets
-from checkpoint import Checkpointer, check_chat_format, describe_model
+from chat_format import check_chat_format
+from checkpoint import Checkpointer, describe_model
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, validation_loss
 from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, init_process, local_grad_accum_steps,

@@ -20,7 +20,7 @@ from filelock import FileLock  # torch requires it
 from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
 from distributed import print0, rank
 from model import GPT, GPTConfig
-from tokenizer import chat_tokens, count_ids, get_tokenizer, has_template, sanitize
+from tokenizer import get_tokenizer, sanitize
 
 CHECKPOINTS = ("ckpt.pt", "ckpt_prev.pt")
 # what each checkpoint holds, besides model_args
@@ -117,16 +117,6 @@ def digest_weights(facts, state_dict, rows=None):
         digest.update(f"{name} torch.float32 {tuple(tensor.shape)}".encode())
         digest.update(tensor[:rows].float().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def check_chat_format(path, tokenizer, vocab_size):
-    """Exit with an error if the model at `path` has neither a chat template nor room for the chat tokens."""
-    with one_line_errors(path):
-        if has_template(tokenizer):
-            chat_tokens(tokenizer)  # raises ValueError if no special token ends the template's answers
-        elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
-            raise ValueError("its tokenizer has no chat template, and its vocabulary no room for our chat tokens; "
-                             "take the model's chat version, or put its chat_template.jinja into the folder")
 
 
 def check_tokenizer(where, tokenizer, checkpoint):

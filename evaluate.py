@@ -41,12 +41,13 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm  # comes with datasets
 
+from chat_format import chat_tokens, decode_chat, render_chat
 from checkpoint import check_tokenizer, describe_model, load_model, pick_max_seq_len, replacing
 from dataloader import TokenDataset, validation_loss
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
 from sample import generate, generation_limits
-from tokenizer import chat_tokens, decode_chat, get_tokenizer, render_chat
+from tokenizer import get_tokenizer
 
 TASKS = {  # name on the hub, configuration, split
     "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels

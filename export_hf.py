@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from chat_data import parse_mixture, split_hub_name
-from checkpoint import check_chat_format, describe_model, load_model
+from chat_format import ROLES, chat_tokens, check_chat_format
+from checkpoint import describe_model, load_model
 from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, convert_weights, hub_name,
                        import_transformers)
-from tokenizer import END_OF_TEXT, ROLES, chat_tokens, count_ids, get_tokenizer, has_template
+from tokenizer import END_OF_TEXT, count_ids, get_tokenizer, has_template
 
 # -----------------------------------------------------------------------------
 # weights

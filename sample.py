@@ -20,10 +20,11 @@ from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoint import check_chat_format, describe_model, load_model, pick_max_seq_len
+from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
+from checkpoint import describe_model, load_model, pick_max_seq_len
 from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
 from model import decode_attention, matmul_dtype
-from tokenizer import chat_tokens, count_ids, decode_chat, encode, get_tokenizer, render_chat, sanitize
+from tokenizer import count_ids, encode, get_tokenizer, sanitize
 
 
 @torch.no_grad()

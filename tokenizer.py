@@ -1,10 +1,6 @@
 """
-Tokenizers with tiktoken's interface: gpt2, bytes, or another model's (hf_tokenizer.py); and the chat format:
-
-    <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
-
-<|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own, inside the padded
-vocabulary. A tokenizer with a chat template has that format instead. A special token that a user types is plain text.
+Tokenizers with tiktoken's interface: gpt2, bytes, or another model's (hf_tokenizer.py). The padded vocabulary has room
+for the four chat tokens of chat_format.py. A special token that a user types is plain text.
 """
 import functools
 import os
@@ -17,7 +13,6 @@ import tiktoken
 from configurator import one_line_errors
 
 END_OF_TEXT = "<|endoftext|>"
-ROLES = ("system", "user", "assistant")
 
 
 def get_tokenizer(name):
@@ -84,51 +79,10 @@ def token_dtype(tokenizer):
 def token_bytes(tokenizer):
     """The number of bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
-    special = special_tokens(tokenizer, chat=False)
+    special = getattr(tokenizer, "special", [tokenizer.eot_token])
     for i in range(tokenizer.n_vocab):
         sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
     return sizes
-
-
-def chat_tokens(tokenizer):
-    """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template only the last."""
-    if has_template(tokenizer):
-        return {"end": tokenizer.end_token}
-    return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
-
-
-def special_tokens(tokenizer, chat):
-    """{id: text} of the special tokens, with chat those of the chat format, too."""
-    format_tokens = chat_tokens(tokenizer).items() if chat and not has_template(tokenizer) else ()
-    own = getattr(tokenizer, "special", {tokenizer.eot_token: END_OF_TEXT})
-    return {**own, **{i: f"<|{name}|>" for name, i in format_tokens}}
-
-
-def render_chat(tokenizer, messages, prompt=False):
-    """
-    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...]. Returns (ids, trained), two lists of
-    equal length; trained says which ids the model learns to write: assistant content and its <|end|>.
-    prompt: add the beginning of an answer, <|assistant|>.
-    """
-    if has_template(tokenizer):
-        return tokenizer.render_chat([{"role": message["role"], "content": replace_surrogates(message["content"])}
-                                      for message in messages], prompt)
-    special = chat_tokens(tokenizer)
-    ids, trained = [tokenizer.eot_token], [False]
-    for message in messages:
-        content = encode(tokenizer, message["content"]).tolist()
-        ids += [special[message["role"]], *content, special["end"]]
-        trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
-    return (ids + [special["assistant"]], trained + [False]) if prompt else (ids, trained)
-
-
-def decode_chat(tokenizer, ids):
-    """The text of ids, with the chat tokens spelled out."""
-    tokens = {} if has_template(tokenizer) else chat_tokens(tokenizer)
-    spelled = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
-    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else spelled.get(i, b"<|padding|>")
-              for i in ids]
-    return b"".join(pieces).decode("utf-8", errors="replace")
 
 
 def sanitize(text):

@@ -12,12 +12,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from chat_format import special_tokens
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
-from tokenizer import get_tokenizer, special_tokens
+from tokenizer import get_tokenizer
 
 
 # -----------------------------------------------------------------------------

@@ -23,11 +23,12 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from chat_format import render_chat  # noqa: E402
 from checkpoint import load_model  # noqa: E402
 from export_hf import export, llama_cpp_fault  # noqa: E402
 from families import SPLIT_QWEN, write_family  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from tokenizer import encode, get_tokenizer, render_chat, tokenizer_entry  # noqa: E402
+from tokenizer import encode, get_tokenizer, tokenizer_entry  # noqa: E402
 
 VERSION = "9993.0.0"
 LENGTH = 256  # tokens of a chunk; llama-perplexity scores its second half

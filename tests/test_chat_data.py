@@ -20,11 +20,12 @@ from hypothesis import given, settings, strategies as st
 import chat_data
 from chat_data import (ChatDataset, best_fit, build_datasets, fill_rows, packed_mask_and_positions, parse_mixture,
                        to_messages, tokenize_conversation)
+from chat_format import decode_chat, render_chat
 from compiling import graphs_compiled
 from conftest import GPU, NEW_TEXT, NO_LOSS, conversations_of, error_line, jsonl, needs_gpu, new_gpt, tokens, turns
 from model import IGNORE
 from python_text import python_conversations
-from tokenizer import decode_chat, get_tokenizer, render_chat
+from tokenizer import get_tokenizer
 
 BYTES = get_tokenizer("bytes")
 CPU = torch.device("cpu")

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 import evaluate
+from chat_format import chat_tokens, decode_chat
 from conftest import error_line, new_gpt, refused, run, save_model, write_shards
 from dataloader import TokenDataset, validation_loss
 from evaluate import TASKS, clean, final_number, format_result, load_examples, score, subsample, task_hook
 from model import GPT, GPTConfig
-from tokenizer import chat_tokens, decode_chat, get_tokenizer
+from tokenizer import get_tokenizer
 
 BYTES = get_tokenizer("bytes")
 ASSISTANT, END = (chat_tokens(BYTES)[name] for name in ("assistant", "end"))

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import export_hf
+from chat_format import chat_tokens, render_chat
 from checkpoint import load_checkpoint, load_model
 from conftest import VARIANTS, error_line, new_gpt, run, same, save_model, tokens
 from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
-from tokenizer import chat_tokens, get_tokenizer, padded_vocab_size, render_chat
+from tokenizer import get_tokenizer, padded_vocab_size
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "llama_gqa": "LlamaForCausalLM",
            "qwen3": "Qwen3ForCausalLM", "llama3": "LlamaForCausalLM", "qwen3_wide": "Qwen3ForCausalLM",

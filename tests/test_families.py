@@ -12,7 +12,8 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from checkpoint import check_chat_format, check_tokenizer, load_checkpoint, load_model
+from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
+from checkpoint import check_tokenizer, load_checkpoint, load_model
 from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, patched, read_log, refused, run, turns
 from dataloader import TokenDataset
 from export_hf import export
@@ -21,7 +22,7 @@ from hf_tokenizer import HFTokenizer, read_files
 from import_hf import config_from_hf
 from model import rotary_table
 from sample import generate
-from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, render_chat
+from tokenizer import encode, get_tokenizer
 
 TALKS = [turns("What is a shard?", "the tokens of a file."),
          turns("Say hi.", "Hi!", "And in French, na\u00efve \U0001f44d?", "Salut, \u00e7a va?", system="Be brief."),

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from chat_format import render_chat
 from compiling import graphs_compiled
 from conftest import GPU, VARIANTS, Program, needs_gpu, new_gpt, patched, refused, run, save_model, tokens
 from model import GPT, GPTConfig
 from sample import compile_step, generate, generation_limits, sample_hook, sample_logits
-from tokenizer import get_tokenizer, render_chat
+from tokenizer import get_tokenizer
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 1], [300], [12, 13, 14]]
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import error_line
-from tokenizer import chat_tokens, decode_chat, encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
+from chat_format import chat_tokens, decode_chat
+from tokenizer import encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
 
 PIECES = list("abcdefgh  \n\t\"\\,") + ["é", "漢", "🙂", "\0", "the ", "<|endoftext|>", "<|user|>"]
 rng = random.Random(0)

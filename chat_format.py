@@ -1,0 +1,63 @@
+"""
+Conversations -> ids, and back:
+
+    <|endoftext|>, then for each message <|role|> content <|end|>, with no newlines between.
+
+<|system|>, <|user|>, <|assistant|> and <|end|> are the four ids after the tokenizer's own. A tokenizer with a chat
+template has that format instead.
+"""
+from configurator import one_line_errors
+from tokenizer import END_OF_TEXT, count_ids, encode, has_template, replace_surrogates
+
+ROLES = ("system", "user", "assistant")
+
+
+def check_chat_format(path, tokenizer, vocab_size):
+    """Exit with an error if the model at `path` has neither a chat template nor room for the chat tokens."""
+    with one_line_errors(path):
+        if has_template(tokenizer):
+            chat_tokens(tokenizer)  # raises ValueError if no special token ends the template's answers
+        elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
+            raise ValueError("its tokenizer has no chat template, and its vocabulary no room for our chat tokens; "
+                             "take the model's chat version, or put its chat_template.jinja into the folder")
+
+
+def chat_tokens(tokenizer):
+    """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template only the last."""
+    if has_template(tokenizer):
+        return {"end": tokenizer.end_token}
+    return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
+
+
+def special_tokens(tokenizer, chat):
+    """{id: text} of the special tokens, with chat those of the chat format, too."""
+    format_tokens = chat_tokens(tokenizer).items() if chat and not has_template(tokenizer) else ()
+    own = getattr(tokenizer, "special", {tokenizer.eot_token: END_OF_TEXT})
+    return {**own, **{i: f"<|{name}|>" for name, i in format_tokens}}
+
+
+def render_chat(tokenizer, messages, prompt=False):
+    """
+    messages: [{"role": "system" | "user" | "assistant", "content": str}, ...]. Returns (ids, trained), two lists of
+    equal length; trained says which ids the model learns to write: assistant content and its <|end|>.
+    prompt: add the beginning of an answer, <|assistant|>.
+    """
+    if has_template(tokenizer):
+        return tokenizer.render_chat([{"role": message["role"], "content": replace_surrogates(message["content"])}
+                                      for message in messages], prompt)
+    special = chat_tokens(tokenizer)
+    ids, trained = [tokenizer.eot_token], [False]
+    for message in messages:
+        content = encode(tokenizer, message["content"]).tolist()
+        ids += [special[message["role"]], *content, special["end"]]
+        trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
+    return (ids + [special["assistant"]], trained + [False]) if prompt else (ids, trained)
+
+
+def decode_chat(tokenizer, ids):
+    """The text of ids, with the chat tokens spelled out."""
+    tokens = {} if has_template(tokenizer) else chat_tokens(tokenizer)
+    spelled = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
+    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else spelled.get(i, b"<|padding|>")
+              for i in ids]
+    return b"".join(pieces).decode("utf-8", errors="replace")
