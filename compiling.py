@@ -12,31 +12,31 @@ from model import IGNORE
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
-def compile_error(device, backend):
-    """Why torch.compile cannot work here (no C++ compiler, no Triton, ...), in one line; None if it can."""
+def compile_options(config, device):
+    """
+    Returns the arguments of torch.compile; None with --compile=False, or, with a warning, if it cannot work here (no
+    C++ compiler, no Triton, ...).
+    """
+    if not config["compile"]:
+        print0("not compiled")
+        return None
+    options = dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
     # not cudagraphs, whose gradients wrap_model would have to clone; --compile_mode=reduce-overhead has CUDA graphs
     backends = [name for name in torch._dynamo.list_backends(None) if name != "cudagraphs"]
-    if backend not in backends:
-        fail(f"--compile_backend={backend}: expected one of {', '.join(backends)}")
+    if options["backend"] not in backends:
+        fail(f"--compile_backend={options['backend']}: expected one of {', '.join(backends)}")
     try:
-        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(8, device=device))
+        torch.compile(lambda x: x * 2, backend=options["backend"])(torch.ones(8, device=device))
     except Exception as error:
-        return format_error(error.__cause__ or error)
-
-
-def compile_options(config, device):
-    """Returns the arguments of torch.compile; None with --compile=False, or, with a warning, if it cannot work."""
-    if config["compile"]:
-        error = compile_error(device, config["compile_backend"])
-        if not error:
-            if device.type == "cuda":
-                # else inductor fuses the sums over the loss's chunks, and keeps the logits of all chunks (torch 2.15)
-                torch._inductor.config.max_fusion_unique_io_buffers = 16
-            # recompute GELU's and the norms' outputs in the backward pass: less memory, a step 1 % longer on a CPU
-            torch._functorch.config.ban_recompute_materialized_backward = False
-            return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
-        print0(f"WARNING: torch.compile cannot work here ({error}): running uncompiled, slower")
-    print0("not compiled")
+        print0(f"WARNING: torch.compile cannot work here ({format_error(error.__cause__ or error)}): running "
+               f"uncompiled, slower")
+        return None
+    if device.type == "cuda":
+        # else inductor fuses the sums over the loss's chunks, and keeps the logits of all chunks (torch 2.15)
+        torch._inductor.config.max_fusion_unique_io_buffers = 16
+    # recompute GELU's and the norms' outputs in the backward pass: less memory, a step 1 % longer on a CPU
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    return options
 
 
 def wrap_model(orig_model, device, options):
