@@ -122,6 +122,12 @@ def all_reduce(*scalars):
     return values
 
 
+def barrier():
+    """Waits until all ranks are here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def is_sharded(model):
     return hasattr(model, "set_requires_gradient_sync")  # an FSDP module
 

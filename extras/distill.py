@@ -16,7 +16,7 @@ from chat_format import special_tokens
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
 from dataloader import epoch_permutation
-from distributed import all_reduce, make_autocast, print0
+from distributed import all_reduce, barrier, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
 from tokenizer import get_tokenizer
 
@@ -241,7 +241,7 @@ class TeacherCache:
     def fill(self, indices, teacher_forward, loader):
         """Labels the missing ones of the rows `indices`, shared by the ranks. What an interrupted call wrote stays."""
         missing = indices[self.rows[indices, -1, -1] == 0]
-        all_reduce(torch.zeros((), device=loader.device)).item()  # wait until all ranks have read what is missing
+        barrier()  # all ranks have read what is missing
         path, mib = self.rows.filename, len(missing) * self.rows[0].nbytes / 2 ** 20
         print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, {mib:,.1f} MiB, in {path}")
         # every rank runs the same number of batches, as FSDP needs: the last ones may repeat some rows
@@ -254,6 +254,6 @@ class TeacherCache:
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
                     file.seek(i * self.rows[0].nbytes)
                     file.write(encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype))
-        all_reduce(torch.zeros((), device=loader.device)).item()  # wait until all have written
+        barrier()  # all have written
         # again: other machines may have written to it
         self.rows = np.memmap(path, self.rows.dtype, "r+", shape=self.rows.shape)

@@ -2,11 +2,9 @@
 Rolls a run back to its last checkpoint when the loss or the gradient norm spikes, and continues with fresh data
 (--spike_loss=3, --spike_norm=100).
 """
-import torch.distributed as dist
-
 from checkpoint import load_checkpoint
 from configurator import fail
-from distributed import print0
+from distributed import barrier, print0
 
 MAX_ROLLBACKS = 5  # exit at this many spikes in a row without getting past the step that spiked
 
@@ -56,8 +54,7 @@ class SpikeGuard:
         averages = checkpoint.get("health", {})  # restored, too: the loss of the old weights may be far higher
         self.stats |= {name: averages.get(name, 0) for name in ("loss", "norm", "steps")}
         log.forget_losses()
-        if dist.is_initialized():
-            dist.barrier()  # every rank has read the checkpoint before rank 0 replaces it
+        barrier()  # every rank has read the checkpoint before rank 0 replaces it
         print0(f"WARNING: step {iter_num}: {self.spike}: rolled back to step {restored}; the data moves on")
         self.stats["calm_until"] = restored + 100
         self.rollbacks += 1
