@@ -59,8 +59,9 @@ class Logger:
         if not math.isfinite(sums["loss_sum"]):  # a skipped step does not count in the mean loss
             sums |= {"loss_sum": 0.0, "targets": 0}
         self.sums.update(sums, steps=1)
-        if graphs_compiled() > self.graphs + self.recompiles:
-            self.recompiles = graphs_compiled() - self.graphs
+        recompiles = graphs_compiled() - self.graphs
+        if recompiles > self.recompiles:
+            self.recompiles = recompiles
             print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far; "
                   f"TORCH_LOGS=recompiles says why")
 
