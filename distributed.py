@@ -156,8 +156,3 @@ def clip_grad_norm(model, max_norm):
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0, 0))
     return gather(norm)
-
-
-def eval_share(model):
-    """rank, world_size for sharing out sampling and scoring: a sharded model does all of it on all ranks together."""
-    return (0, 1) if is_sharded(model) or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())

@@ -44,9 +44,9 @@ from tqdm import tqdm  # comes with datasets
 from chat_format import chat_tokens, decode_chat, render_chat
 from checkpoint import check_tokenizer, describe_model, load_model, pick_max_seq_len, replacing
 from dataloader import TokenDataset, validation_loss
-from distributed import eval_share, init_process, make_autocast, pick_dtype, print0, rank
+from distributed import init_process, make_autocast, pick_dtype, print0, rank
 from model import compute_logits
-from sample import generate, generation_limits
+from sample import eval_share, generate, generation_limits
 from tokenizer import get_tokenizer
 
 TASKS = {  # name on the hub, configuration, split

@@ -18,11 +18,12 @@ from typing import Literal
 from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
 
 import torch
+import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import describe_model, load_model, pick_max_seq_len
-from distributed import eval_share, init_process, make_autocast, pick_dtype, print0
+from distributed import init_process, is_sharded, make_autocast, pick_dtype, print0
 from model import decode_attention, matmul_dtype
 from tokenizer import count_ids, encode, get_tokenizer, sanitize
 
@@ -126,6 +127,11 @@ def generation_limits(tokenizer, chat):
     special = chat_tokens(tokenizer).values() if chat else []
     return {"stop_ids": [tokenizer.eot_token, *getattr(tokenizer, "stop_ids", []), *special],
             "n_vocab": count_ids(tokenizer) if chat else tokenizer.n_vocab}
+
+
+def eval_share(model):
+    """rank, world_size for sharing out sampling and scoring: a sharded model does all of it on all ranks together."""
+    return (0, 1) if is_sharded(model) or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
 
 
 def sample_hook(model, tokenizer, autocast, prompt, stage, config):
