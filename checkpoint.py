@@ -40,7 +40,7 @@ def load_checkpoint(path, merge=True):
     least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
     adapters of a LoRA run are merged into their base, or with merge=False stay separate.
     """
-    from import_hf import convert_nanogpt, hub_name, load_hf  # not at the top: training does without it
+    from import_hf import hub_name, load_hf  # not at the top: training does without it
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
     if not candidates or hub_name(path):
@@ -48,26 +48,7 @@ def load_checkpoint(path, merge=True):
     problems = []
     for candidate in candidates:
         try:
-            with zipfile.ZipFile(candidate) as archive:
-                damaged = archive.testzip()  # torch.load does not compare checksums
-            if damaged:
-                raise ValueError(f"the checksum of {damaged} in it is wrong")
-            checkpoint = torch.load(candidate, map_location="cpu", weights_only=True, mmap=True)
-            if "block_size" in checkpoint["model_args"]:
-                checkpoint = convert_nanogpt(checkpoint)
-            for key, kind in ENTRIES.items():
-                if not isinstance(checkpoint[key], kind):
-                    raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
-            # older checkpoints lack norm_eps and have local_heads, which concerned only the initial weights
-            model_args = {"norm_eps": 1e-5, **checkpoint["model_args"]}
-            model_args.pop("local_heads", None)
-            for name, value in model_args.items():
-                if name not in GPTConfig.__annotations__:
-                    raise ValueError(f"it was trained with {name}, which GPTConfig lacks here")
-                kind = GPTConfig.__annotations__[name]
-                check(f"{candidate}: {name}", value, Positive if kind is int else kind)
-            checkpoint["model_args"] = vars(GPTConfig(**model_args))
-            checkpoint["path"] = str(candidate)
+            checkpoint = read_checkpoint(candidate)
             if merge and "lora" in checkpoint:
                 merge_adapters(checkpoint)
         except Exception as error:  # a damaged file may raise anything
@@ -79,6 +60,30 @@ def load_checkpoint(path, merge=True):
         return checkpoint
     fail(f"{problems[0]}; expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, owner/name on "
          f"the hub, or one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
+
+
+def read_checkpoint(path):
+    """The checkpoint in one file. Raises an exception of any kind if it is damaged or not a checkpoint."""
+    from import_hf import convert_nanogpt
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()  # torch.load does not compare checksums
+    if damaged:
+        raise ValueError(f"the checksum of {damaged} in it is wrong")
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if "block_size" in checkpoint["model_args"]:
+        checkpoint = convert_nanogpt(checkpoint)
+    for key, kind in ENTRIES.items():
+        if not isinstance(checkpoint[key], kind):
+            raise ValueError(f"its {key} is a {type(checkpoint[key]).__name__}")
+    # older checkpoints lack norm_eps and have local_heads, which concerned only the initial weights
+    model_args = {"norm_eps": 1e-5, **checkpoint["model_args"]}
+    model_args.pop("local_heads", None)
+    for name, value in model_args.items():
+        if name not in GPTConfig.__annotations__:
+            raise ValueError(f"it was trained with {name}, which GPTConfig lacks here")
+        kind = GPTConfig.__annotations__[name]
+        check(f"{path}: {name}", value, Positive if kind is int else kind)
+    return {**checkpoint, "model_args": vars(GPTConfig(**model_args)), "path": str(path)}
 
 
 def load_model(path, device):
