@@ -242,9 +242,9 @@ while True:
         hook(iter_num)
     grad_norm = clip_grad_norm(orig_model, grad_clip)
     loss_sum, stopping = all_reduce(loss_sum, torch.full_like(loss_sum, stop.requested))
-    loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # waits for the gradients
+    finite, loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # waits for gradients
     scaler.update()
-    if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+    if not finite:
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts
         log.skip(iter_num, "" if overflow else find_nonfinite(orig_model, batch, autocast))
         iter_num += 1

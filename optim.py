@@ -79,22 +79,22 @@ def set_lr(optimizer, lr):
 
 def step_if_finite(optimizer, *numbers):
     """
-    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Returns their values. With CUDA an
-    optimizer marked _step_supports_amp_scaling looks at found_inf on the device, and the CPU waits only for the
-    numbers.
+    optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Returns whether all are, and their
+    values. With CUDA an optimizer marked _step_supports_amp_scaling looks at found_inf on the device, and the CPU waits
+    only for the numbers.
     """
     numbers = torch.stack(numbers)
-    if not (numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)):
-        values = numbers.tolist()
-        if all(map(math.isfinite, values)):
+    if numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+        values, copied = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+        copied.record()
+        optimizer.found_inf = 1.0 - numbers.isfinite().all().float()
+        optimizer.step()
+        copied.synchronize()
+    else:
+        values = numbers.cpu()
+        if values.isfinite().all():
             optimizer.step()
-        return values
-    values, copied = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-    copied.record()
-    optimizer.found_inf = 1.0 - numbers.isfinite().all().float()
-    optimizer.step()
-    copied.synchronize()
-    return values.tolist()
+    return values.isfinite().all().item(), *values.tolist()
 
 
 def build_schedule(config, max_iters):

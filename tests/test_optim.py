@@ -144,7 +144,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, device):
     finite, infinite, nan = (torch.tensor(value, device=device) for value in (1.0, math.inf, math.nan))
     for p in gpt.parameters():
         p.grad = torch.full_like(p, math.nan)
-    assert step_if_finite(opt, finite, infinite) == [1.0, math.inf]
+    assert step_if_finite(opt, finite, infinite) == (False, 1.0, math.inf)
     step_if_finite(opt, nan, finite)
     if optimizer != "plain":  # with CUDA the optimizer itself leaves the step out; here, too, it can
         opt.found_inf = torch.ones((), device=device)
