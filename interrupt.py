@@ -63,7 +63,7 @@ class StopSignal:
 def finish(iter_num, done, checkpointer, log, stop, flags=""):
     """
     Prints the last lines of a run. flags: added to the sample.py command that they suggest. Exits with an error if the
-    last step could not be saved, and with code 130 if Ctrl-C stopped the run.
+    last step could not be saved. If a signal stopped the run, exits with its code, 130 for Ctrl-C, else 0.
     """
     out_dir, facts = checkpointer.out_dir, checkpointer.facts
     if dist.is_initialized():
@@ -73,11 +73,11 @@ def finish(iter_num, done, checkpointer, log, stop, flags=""):
         return
     if checkpointer.saved_iter != iter_num:
         fail(f"--out_dir={out_dir}: step {iter_num} could not be saved; {resume_hint(out_dir)}")
+    if not done:
+        print(f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
+        raise SystemExit(stop.exit_code)
     print(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f}); "
           f"{log.seconds:,.0f} s of training, {log.eval_seconds:,.0f} s of evaluating and saving; peak memory "
           f"{peak_memory_mb(log.loader.device):,.0f} MiB\n"
           f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: python sample.py "
-          f"--checkpoint={shlex.quote(str(out_dir / 'ckpt.pt'))}{flags}" if done else
-          f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
-    if not done and stop.exit_code:
-        raise SystemExit(stop.exit_code)
+          f"--checkpoint={shlex.quote(str(out_dir / 'ckpt.pt'))}{flags}")
