@@ -102,7 +102,7 @@ def matmul_dtype(tensor):
 # -----------------------------------------------------------------------------
 # attention: one class per variant, chosen in Block below
 
-def attend(q, k, v, mask, dropout, sdpa=F.scaled_dot_product_attention):
+def attend(q, k, v, mask, dropout):
     """
     Softmax attention. q (B, T, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) -> (B, T, nh * vd).
     mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T; or, without
@@ -116,7 +116,8 @@ def attend(q, k, v, mask, dropout, sdpa=F.scaled_dot_product_attention):
     # no fast CUDA kernel takes grouped queries with a mask or in float32 (torch 2.13)
     if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                                       enable_gqa=q.size(1) != k.size(1))
     return y.transpose(1, 2).flatten(2)
 
 

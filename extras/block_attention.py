@@ -3,7 +3,6 @@ Attention for a model that is compiled for a CPU. Below 768 positions torch's sc
 smaller blocks there and takes twice as long.
 """
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +16,14 @@ def attach_block_attention(model):
         block.attn.attend = attend_in_blocks
 
 
-def sdpa_in_blocks(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa):
-    """torch's function, in blocks if it is being compiled, without dropout, over fewer than 768 positions."""
-    if dropout_p or not torch.compiler.is_compiling() or not q.size(2) == k.size(2) < 768:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
-    if enable_gqa:
+def attend_in_blocks(q, k, v, mask, dropout):
+    """model.attend, in blocks if it is being compiled, without dropout, over fewer than 768 positions."""
+    if dropout or not torch.compiler.is_compiling() or not q.size(1) == k.size(1) < 768:
+        return attend(q, k, v, mask, dropout)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, hd)
+    if q.size(1) != k.size(1):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return BlockAttention.apply(q, k, v, attn_mask)
-
-
-attend_in_blocks = partial(attend, sdpa=sdpa_in_blocks)
+    return BlockAttention.apply(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
 class BlockAttention(torch.autograd.Function):

@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 FAKE = r"""
@@ -92,7 +91,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from chat_data import packed_mask_and_positions  # noqa: E402
 from compiling import compile_options  # noqa: E402
 from distributed import make_autocast  # noqa: E402
-from model import GPT, F, GPTConfig, attend  # noqa: E402
+from model import F, GPT, GPTConfig  # noqa: E402
 from muon import muon_updates  # noqa: E402
 
 DEVICE, QWEN = torch.device("cuda"), dict(arch="llama", n_kv_head=4, qk_norm=True)
@@ -100,14 +99,14 @@ CASES = {  # the model, dtype, rows, positions; two layers of GPT-2's size show 
     "gpt2": ({}, "bfloat16", 16, 1024), "gpt2_mla": (dict(attention="mla"), "bfloat16", 16, 1024),
     "qwen3": (QWEN, "bfloat16", 16, 1024), "llama_mla": (dict(arch="llama", attention="mla"), "bfloat16", 16, 1024),
     "packed": (QWEN, "bfloat16", 4, 2048), "float16": ({}, "float16", 16, 1024), "float32": ({}, "float32", 16, 1024)}
-chosen = []
+chosen, attend = [], F.scaled_dot_product_attention
 
 
 def attend_and_record(*inputs, **settings):
     torch.backends.cuda.enable_cudnn_sdp(True)
     chosen.append(torch.nn.attention.SDPBackend(torch._fused_sdp_choice(*inputs, **settings)).name)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    return F.scaled_dot_product_attention(*inputs, **settings)
+    return attend(*inputs, **settings)
 
 
 def training_step(args, dtype, B, T, packed):
@@ -117,12 +116,10 @@ def training_step(args, dtype, B, T, packed):
     if packed:
         batch["mask"], batch["positions"] = packed_mask_and_positions(idx > 0, blocks=True)
 
-    for block in gpt.transformer.h:
-        block.attn.attend = partial(attend, sdpa=attend_and_record)
+    F.scaled_dot_product_attention = attend_and_record
     with torch.no_grad(), make_autocast(DEVICE, dtype):
         gpt(**batch)
-    for block in gpt.transformer.h:
-        block.attn.attend = attend
+    F.scaled_dot_product_attention = attend
     compiled = torch.compile(gpt, **options)
 
     def step():
