@@ -80,8 +80,8 @@ def set_lr(optimizer, lr):
 def step_if_finite(optimizer, *numbers):
     """
     optimizer.step(), unless one of `numbers`, scalar tensors, is not finite. Returns whether all are, and their
-    values. With CUDA an optimizer marked _step_supports_amp_scaling looks at found_inf on the device, and the CPU waits
-    only for the numbers.
+    values. With CUDA an optimizer marked _step_supports_amp_scaling looks at found_inf on the device, so that the CPU
+    waits only for the numbers.
     """
     numbers = torch.stack(numbers)
     if numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
