@@ -142,7 +142,8 @@ class HFTokenizer:
         hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
                                                                 message["content"])} for message in messages]
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
-        if len(text) != len(outline) or any(b not in (a, "\ue000") for a, b in zip(text, outline)):
+        if text != outline and (len(text) != len(outline)
+                                or any(b not in (a, "\ue000") for a, b in zip(text, outline))):
             raise ValueError("the model's chat template treats a message with a special token differently")
         place, answers, end_tokens = 0, [], set()
         for i, message in enumerate(hidden):

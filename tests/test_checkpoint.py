@@ -267,7 +267,7 @@ def test_a_crafted_checkpoint_is_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name, value, words", [
-    ("batch_size", -3, "resume: batch_size=-3: expected"), ("dtype", "int8", "resume: dtype='int8': expected"),
+    ("batch_size", -3, "ckpt.pt: batch_size=-3: expected"), ("dtype", "int8", "ckpt.pt: dtype='int8': expected"),
     ("max_seq_len", "8", "'>' not supported")])
 def test_settings_in_a_crafted_checkpoint_are_checked_like_a_flags(trained, tmp_path, name, value, words):
     checkpoint = load(trained)
