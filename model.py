@@ -121,17 +121,16 @@ def attend(q, k, v, mask, dropout):
     return y.transpose(1, 2).flatten(2)
 
 
-def decode_attention(q, k, v, mask, scale, dot=lambda a, b: a @ b.mT):
+def decode_attention(q, k, v, mask, scale):
     """
     Attention of one new position over a cache. q (B, 1, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) ->
-    (B, 1, nh, vd). nh / nkv heads share each key. mask: (B, 1, 1, S) bool. scale: factor on the scores. dot: the
-    product of each row of a and each row of b.
+    (B, 1, nh, vd). nh / nkv heads share each key. mask: (B, 1, 1, S) bool. scale: factor on the scores.
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, nkv, S, hd)
     q = q[:, 0].unflatten(1, (k.size(1), -1))  # (B, nkv, nh / nkv, hd)
-    scores = dot(q, k).float() * scale  # (B, nkv, nh / nkv, S)
+    scores = (q @ k.transpose(2, 3)).float() * scale  # (B, nkv, nh / nkv, S)
     p = scores.masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
-    return dot(p, v.mT).type_as(q).flatten(1, 2)[:, None]
+    return (p @ v).flatten(1, 2)[:, None]
 
 
 def write_cache(cache, positions, *new):
