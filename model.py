@@ -189,8 +189,8 @@ class LlamaAttention(Attention):
         self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
         self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
-        self.q_norm, self.k_norm = (nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-                                    for _ in range(2))
+        self.q_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.cache_shapes = [(config.n_kv_head, hd)] * 2
 
     def forward(self, x, rope, positions, mask, cache):
@@ -268,7 +268,7 @@ class MLA(Attention):
         v = v.contiguous()  # CUDA's kernels read 16 bytes at a time; a slice may start in between
         q = torch.cat((q_nope, q_pe), dim=-1)
         k = torch.cat((k_nope, k_pe.expand(-1, -1, c.n_head, -1)), dim=-1)
-        return self.o_proj(self.attend_or_decode(q, k, v, positions, mask, None))  # the cache is expanded by now
+        return self.o_proj(self.attend(q, k, v, mask, c.dropout if self.training else 0.0))
 
     def forward_absorbed(self, q_nope, q_pe, keys, mask):
         """Attention of one position over cached keys (B, S, 1, rank + rope), not expanded -> (B, 1, nh * v)."""
