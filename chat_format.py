@@ -7,7 +7,7 @@ Conversations -> ids, and back:
 template has that format instead.
 """
 from configurator import one_line_errors
-from tokenizer import END_OF_TEXT, count_ids, encode, has_template, replace_surrogates
+from tokenizer import count_ids, encode, has_template, replace_surrogates
 
 ROLES = ("system", "user", "assistant")
 
@@ -27,13 +27,6 @@ def chat_tokens(tokenizer):
     if has_template(tokenizer):
         return {"end": tokenizer.end_token}
     return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
-
-
-def special_tokens(tokenizer, chat):
-    """{id: text} of the special tokens, with chat those of the chat format, too."""
-    format_tokens = chat_tokens(tokenizer).items() if chat and not has_template(tokenizer) else ()
-    own = getattr(tokenizer, "special", {tokenizer.eot_token: END_OF_TEXT})
-    return {**own, **{i: f"<|{name}|>" for name, i in format_tokens}}
 
 
 def render_chat(tokenizer, messages, prompt=False):

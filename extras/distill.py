@@ -12,13 +12,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from chat_format import special_tokens
+from chat_format import chat_tokens
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, barrier, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
-from tokenizer import get_tokenizer
+from tokenizer import END_OF_TEXT, get_tokenizer, has_template
 
 
 # -----------------------------------------------------------------------------
@@ -149,6 +149,13 @@ class Distillation(nn.Module):
     def load_state_dict(self, state):
         if self.learn_temperature:  # a fixed one is a setting, which may change on resume
             self.log_temperature.data.fill_(state["log_temperature"])
+
+
+def special_tokens(tokenizer, chat):
+    """{id: text} of the special tokens, with chat those of the chat format, too."""
+    format_tokens = chat_tokens(tokenizer).items() if chat and not has_template(tokenizer) else ()
+    own = getattr(tokenizer, "special", {tokenizer.eot_token: END_OF_TEXT})
+    return {**own, **{i: f"<|{name}|>" for name, i in format_tokens}}
 
 
 def load_teacher(loader, config, dtype, options, vocab_size):
