@@ -4,7 +4,7 @@
 : "${TOKENS:=2000000000}"  # of FineWeb-Edu; a model of GPT-2's size sees them once, 131072 per step
 : "${PREPARE=}" "${TRAIN=}" "${CHAT=}" "${EVALUATE=}"  # more flags for each step
 # 2**20 of them are for validation, and a step needs 131072
-[ "$TOKENS" -ge 1179648 ] || { echo "error: TOKENS=$TOKENS: expected an integer of at least 1179648" >&2; exit 2; }
+[ "$TOKENS" -ge 1179648 ] 2>/dev/null || { echo "error: TOKENS=$TOKENS: expected an integer of at least 1179648" >&2; exit 2; }
 set -e
 
 if [ ! -e .venv/ready ]; then python3 -m venv .venv; .venv/bin/pip install -r requirements.txt; touch .venv/ready; fi
