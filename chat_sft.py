@@ -185,9 +185,9 @@ if sanity_check:
 print0(f"from {describe_model(checkpoint)}")
 checkpoint = None  # frees its memory
 
+num_rows = loader.rows_seen + (num_iters - iter_num) * global_batch_size  # of the run, those before a resume included
 print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
-       f"{num_iters * global_batch_size / len(train_rows):.2f} epochs; "
-       f"{world_size} x {torch_device.type}, {amp_dtype}")
+       f"{num_rows / len(train_rows):.2f} epochs; {world_size} x {torch_device.type}, {amp_dtype}")
 if num_iters < 20:
     print0(f"WARNING: {num_iters} steps teach a model little; for few conversations take smaller steps and more of "
            f"them, e.g. --gradient_accumulation_steps=1 --batch_size=1 --epochs=30")

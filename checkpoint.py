@@ -268,6 +268,11 @@ class Checkpointer:
             if not 0 <= checkpoint["iter_num"] <= max_iters:
                 fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; "
                      f"give more")
+            if rank() == 0:  # before it locked out_dir, another run may have gone on
+                now = torch.load(checkpoint["path"], weights_only=True, mmap=True)["iter_num"]
+                if now != checkpoint["iter_num"]:
+                    fail(f"--out_dir={self.out_dir}: another run has saved step {now} there while this one started "
+                         f"from step {checkpoint['iter_num']}; start again", alone=True)
             if checkpoint["data"] != self.facts["data"]:
                 fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data "
                      f"start a new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")

@@ -72,7 +72,8 @@ def finish(iter_num, done, checkpointer, log, stop, flags=""):
     if rank() > 0:
         return
     if checkpointer.saved_iter != iter_num:
-        fail(f"--out_dir={out_dir}: step {iter_num} could not be saved; {resume_hint(out_dir)}")
+        hint = resume_hint(out_dir) if checkpointer.saved_iter is not None else "nothing of this run is saved"
+        fail(f"--out_dir={out_dir}: step {iter_num} could not be saved; {hint}")
     if not done:
         print(f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
         raise SystemExit(stop.exit_code)

@@ -16,7 +16,8 @@ of the output say how many tokens there are.
 
 You can interrupt this script at any time. The same command resumes after the last complete shard and writes the bytes
 that it would have written without the interruption, with any number of threads. A larger max_tokens adds shards to the
-folder and does not change those in it. Memory holds one shard and a few batches, however large the source is.
+folder and does not change those in it. Memory holds one shard and a few batches, however large the source is,
+but also each .txt file and each JSON list as a whole.
 """
 import glob
 import gzip
@@ -96,9 +97,22 @@ def read_rows(path, column):
             yield {column: io.TextIOWrapper(file, "utf-8").read()}
             return
         is_list = file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
-        for i, row in enumerate(json.load(file) if is_list else (json.loads(line) for line in file if line.strip())):
+        for i, row in enumerate(json.load(file) if is_list else parse_lines(file)):
+            if not isinstance(row, dict):
+                raise ValueError(f"its row {i + 1} is {row!r:.60}, expected an object")
             if i == 0 and column not in row:
                 raise ValueError(f"the keys of its first row are {[*row]}, expected {column!r} among them")
+            yield row
+
+
+def parse_lines(file):
+    """Yields the values of a file with JSON on each line, except blank ones. An error names the line."""
+    for i, line in enumerate(file, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {i}: {format_error(error)}")
             yield row
 
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from checkpoint import has_checkpoint, load_checkpoint, pick_max_seq_len
+from checkpoint import has_checkpoint, load_checkpoint, pick_max_seq_len, replacing
 from configurator import fail, one_line_errors
 from distributed import print0, rank
 from machine import describe_machine
@@ -139,5 +139,5 @@ def report_settings(config, overrides, device):
     machine, path = describe_machine(device), Path(config["out_dir"], "config.json")
     print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     print0("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()))
-    with one_line_errors(path):
-        path.write_text(json.dumps({**config, "machine": machine}, indent=1) + "\n", encoding="utf-8")
+    with one_line_errors(path), replacing(path) as temporary:
+        temporary.write_text(json.dumps({**config, "machine": machine}, indent=1) + "\n", encoding="utf-8")

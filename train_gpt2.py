@@ -173,12 +173,13 @@ if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)
 checkpoint = None  # frees its memory
 
+num_rows = loader.rows_seen + (max_iters - iter_num) * global_batch_size  # of the run, those before a resume included
 print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
 data: {data_dir}, {train_data.tokens:,} tokens: {len(train_data):,} rows of {max_seq_len}, and \
 {train_data.dropped_tokens:,} left over at the ends of shards; {val_data.tokens:,} tokens for validation
 run: {max_iters:,} steps of {global_batch_size} rows, {tokens_per_step:,} tokens, \
-{max_iters * global_batch_size / len(train_data):.2f} epochs; {world_size} x {torch_device.type}, {amp_dtype}""")
+{num_rows / len(train_data):.2f} epochs; {world_size} x {torch_device.type}, {amp_dtype}""")
 report_settings(config, overrides, torch_device)
 compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, max_iters, eval_interval, loader, orig_model.flops_per_token(max_seq_len),

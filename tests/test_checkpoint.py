@@ -130,6 +130,17 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys,
     assert contents(tmp_path).keys() == ({"ckpt.pt"} if resuming else {"ckpt.pt", "ckpt_mine.pt"})
 
 
+def test_a_step_that_another_run_saves_while_this_one_starts_is_not_replaced(tmp_path):
+    saved(tmp_path, 2.0)
+    checkpoint = load_checkpoint(tmp_path)
+    other = new_checkpointer(tmp_path)
+    other.resume(load_checkpoint(tmp_path), 9)
+    other.save(7)
+    other.lock.release()
+    line = error_line(new_checkpointer(tmp_path).resume, checkpoint, 9)
+    assert "another run has saved step 7 there while this one started from step 0; start again" in line
+
+
 def test_half_a_copy_of_the_best_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, capsys):
     def copy(source, target):
         target.write_bytes(b"half")
@@ -148,6 +159,8 @@ def test_saves_that_fail_are_warnings_and_exit_code_2_if_the_last_one_does(train
         assert f"step {step} could not be saved (OSError: no space); the last checkpoint is step 0" in output
     assert output.count("error: ") == 1 and "step 20 could not be saved; resume with python " in output
     assert load(out_dir)["iter_num"] == 0 and contents(out_dir).keys() == {"ckpt.pt", "ckpt_best.pt"}
+    output = train(out_dir, "--overwrite=True", patch=fail_writes([0, 10, 20]), code=2)
+    assert "step 20 could not be saved; nothing of this run is saved" in output
     run("train_gpt2.py", "--init_from=resume", f"--out_dir={out_dir}")
     assert same(load(out_dir)["model"], load(trained)["model"])
 

@@ -62,6 +62,12 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
         assert (guard.optimizer.param_groups[0]["lr"], guard.metrics()["lr_factor"]) == (2 * factor, factor)
 
 
+def test_a_run_that_could_save_nothing_does_not_go_on_with_the_one_that_it_overwrites(saved):
+    guard, _, checkpointer = saved
+    checkpointer.saved_iter = None
+    assert "nothing of this run could be saved" in error_line(guard.roll_back, 25, checkpointer, Mock())
+
+
 def test_the_fifth_spike_in_a_row_stops_the_run(saved):
     guard, _, checkpointer = saved
     for step in (24, 23, 24, 22):
