@@ -148,10 +148,11 @@ def load_base(checkpoint):
     from import_hf import hub_name
     base = checkpoint["lora"]
     for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
-        if hub_name(place):
+        on_hub = hub_name(place)
+        if on_hub:
             print0(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base, {place}, is no folder here: "
                    f"asking the hub")
-        if os.path.exists(place) or hub_name(place):
+        if on_hub or os.path.exists(place):
             candidate = load_checkpoint(place, merge=False)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]
@@ -269,7 +270,7 @@ class Checkpointer:
                 fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; "
                      f"give more")
             if rank() == 0:  # before it locked out_dir, another run may have gone on
-                now = torch.load(checkpoint["path"], weights_only=True, mmap=True)["iter_num"]
+                now = torch.load(checkpoint["path"], map_location="cpu", weights_only=True, mmap=True)["iter_num"]
                 if now != checkpoint["iter_num"]:
                     fail(f"--out_dir={self.out_dir}: another run has saved step {now} there while this one started "
                          f"from step {checkpoint['iter_num']}; start again", alone=True)

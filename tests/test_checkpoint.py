@@ -130,13 +130,20 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys,
     assert contents(tmp_path).keys() == ({"ckpt.pt"} if resuming else {"ckpt.pt", "ckpt_mine.pt"})
 
 
-def test_a_step_that_another_run_saves_while_this_one_starts_is_not_replaced(tmp_path):
+def test_a_step_that_another_run_saves_while_this_one_starts_is_not_replaced(tmp_path, monkeypatch):
     saved(tmp_path, 2.0)
     checkpoint = load_checkpoint(tmp_path)
     other = new_checkpointer(tmp_path)
     other.resume(load_checkpoint(tmp_path), 9)
     other.save(7)
     other.lock.release()
+    load = torch.load
+
+    def load_on_cpu(*args, map_location, **kwargs):  # without it a checkpoint from a GPU would fill the GPU again
+        assert map_location == "cpu"
+        return load(*args, map_location=map_location, **kwargs)
+
+    monkeypatch.setattr(torch, "load", load_on_cpu)
     line = error_line(new_checkpointer(tmp_path).resume, checkpoint, 9)
     assert "another run has saved step 7 there while this one started from step 0; start again" in line
 
