@@ -26,6 +26,7 @@ from configurator import fail, format_error
 from dataloader import to_device
 from distributed import rank
 from model import IGNORE
+from prepare_data import is_json_list
 from tokenizer import sanitize, token_dtype
 
 VERSION = 3  # increment when tokenize_source's output changes: all sources are tokenized again
@@ -59,7 +60,7 @@ def read_rows(source):
     """
     if os.path.exists(source):
         with open(source, "rb") as file:
-            if file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] != b"[":  # after a byte order mark, perhaps
+            if not is_json_list(file):
                 yield from ((f"{source}, line {i}", line) for i, line in enumerate(file, 1) if line.strip())
                 return
             rows = json.load(file)

@@ -16,8 +16,8 @@ of the output say how many tokens there are.
 
 You can interrupt this script at any time. The same command resumes after the last complete shard and writes the bytes
 that it would have written without the interruption, with any number of threads. A larger max_tokens adds shards to the
-folder and does not change those in it. Memory holds one shard and a few batches, however large the source is,
-but also each .txt file and each JSON list as a whole.
+folder and does not change those in it. Memory holds one shard and a few batches, however large the source is, and a
+.txt file or a JSON list as a whole.
 """
 import glob
 import gzip
@@ -82,27 +82,31 @@ def open_file(path):
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
-def read_rows(path, column):
-    """Yields the rows of a local file as dicts with at least `column`, which later rows of a JSON file may lack."""
+def is_json_list(file):
+    """Whether an open file, JSON in binary, holds one list and not a value on each line. Stays at its beginning."""
+    return file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
+
+
+def read_file(path, column):
+    """Yields the documents of a local file; where a row of JSON, other than the first, has no such column, None."""
     if kind_of(path) == ".parquet":
         import pyarrow.parquet
         with pyarrow.parquet.ParquetFile(path) as file:
             if column not in file.schema_arrow.names:
                 raise ValueError(f"its columns are {file.schema_arrow.names}, expected {column!r} among them")
             for batch in file.iter_batches(1000, columns=[column]):
-                yield from batch.to_pylist()
+                yield from batch.column(0).to_pylist()
         return
     with open_file(path) as file:
         if kind_of(path) == ".txt":
-            yield {column: io.TextIOWrapper(file, "utf-8").read()}
+            yield io.TextIOWrapper(file, "utf-8").read()
             return
-        is_list = file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
-        for i, row in enumerate(json.load(file) if is_list else parse_lines(file)):
+        for i, row in enumerate(json.load(file) if is_json_list(file) else parse_lines(file)):
             if not isinstance(row, dict):
                 raise ValueError(f"its row {i + 1} is {row!r:.60}, expected an object")
             if i == 0 and column not in row:
                 raise ValueError(f"the keys of its first row are {[*row]}, expected {column!r} among them")
-            yield row
+            yield row.get(column)
 
 
 def parse_lines(file):
@@ -120,7 +124,7 @@ def read_documents(paths, column):
     """Yields {column: document} for each document of local files. An error names the file at fault."""
     for path in paths:
         try:
-            yield from ({column: row.get(column)} for row in read_rows(path, column))
+            yield from ({column: document} for document in read_file(path, column))
         except Exception as error:
             raise ValueError(f"{path}: {format_error(error)}")
 

@@ -12,13 +12,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from chat_format import chat_tokens
+from chat_format import chat_tokens, decode_chat
 from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail
 from dataloader import epoch_permutation
 from distributed import all_reduce, barrier, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
-from tokenizer import END_OF_TEXT, get_tokenizer, has_template
+from tokenizer import get_tokenizer, has_template
 
 
 # -----------------------------------------------------------------------------
@@ -151,11 +151,10 @@ class Distillation(nn.Module):
             self.log_temperature.data.fill_(state["log_temperature"])
 
 
-def special_tokens(tokenizer, chat):
-    """{id: text} of the special tokens, with chat those of the chat format, too."""
-    format_tokens = chat_tokens(tokenizer).items() if chat and not has_template(tokenizer) else ()
-    own = getattr(tokenizer, "special", {tokenizer.eot_token: END_OF_TEXT})
-    return {**own, **{i: f"<|{name}|>" for name, i in format_tokens}}
+def special_ids(tokenizer, chat):
+    """The ids of the special tokens, with chat those of the chat format, too."""
+    own = getattr(tokenizer, "special", [tokenizer.eot_token])
+    return {*own, *(chat_tokens(tokenizer).values() if chat and not has_template(tokenizer) else ())}
 
 
 def load_teacher(loader, config, dtype, options, vocab_size):
@@ -166,11 +165,11 @@ def load_teacher(loader, config, dtype, options, vocab_size):
     data, device = loader.dataset, loader.device
     net, checkpoint = load_model(config["teacher"], "cpu")
     check_tokenizer("the student", data.tokenizer, checkpoint)
-    ours, theirs = (special_tokens(tokenizer, chat="chat_dir" in config)
-                    for tokenizer in (data.tokenizer, get_tokenizer(checkpoint["tokenizer"])))
-    for i in ours.keys() & theirs.keys():
-        if ours[i] != theirs[i]:
-            fail(f"--teacher={config['teacher']}: its token {i} is {theirs[i]}, the student's {ours[i]}")
+    tokenizers = data.tokenizer, get_tokenizer(checkpoint["tokenizer"])
+    for i in set.intersection(*(special_ids(tokenizer, "chat_dir" in config) for tokenizer in tokenizers)):
+        ours, theirs = (decode_chat(tokenizer, [i]) for tokenizer in tokenizers)
+        if ours != theirs:
+            fail(f"--teacher={config['teacher']}: its token {i} is {theirs}, the student's {ours}")
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
              f"that")
