@@ -4,10 +4,10 @@ Exports a checkpoint as a Hugging Face folder, which transformers opens without 
     python export_hf.py --checkpoint=out/ckpt.pt --out_dir=my-model
     python export_hf.py --checkpoint=out-chat --out_dir=my-chat-model --dtype=bfloat16
 
-gpt2 becomes GPT2LMHeadModel. llama becomes LlamaForCausalLM (with qk_norm: Qwen3ForCausalLM; with mla:
-DeepseekV3ForCausalLM with dense layers only). gpt2 with mla becomes a GPT2LMHeadModel with full matrices for keys and
-values: the same function with a larger cache. An imported model keeps its tokenizer and its chat template. All scripts
-here open such a folder, too. Needs transformers.
+gpt2 becomes GPT2LMHeadModel. llama becomes LlamaForCausalLM (with qk_norm: Qwen3ForCausalLM; with qkv_bias:
+Qwen2ForCausalLM; with mla: DeepseekV3ForCausalLM with dense layers only). gpt2 with mla becomes a GPT2LMHeadModel with
+full matrices for keys and values: the same function with a larger cache. An imported model keeps its tokenizer and its
+chat template. All scripts here open such a folder, too. Needs transformers.
 """
 import json
 from contextlib import suppress

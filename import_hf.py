@@ -1,9 +1,9 @@
 """
 Reads models trained elsewhere: Hugging Face folders, models on the hub, and nanoGPT's ckpt.pt.
 
-transformers opens the first two (GPT-2, Llama 2 and 3, TinyLlama, SmolLM2, Qwen3 without experts, and what
-export_hf.py writes), and model.py must compute the same logits. export_hf.py goes the other way with the same tables
-of names. transformers and huggingface_hub are imported only when such a model is read.
+transformers opens the first two (GPT-2, Llama 2 and 3, TinyLlama, SmolLM2, Mistral, Qwen2.5, Qwen3 without experts,
+and what export_hf.py writes), and model.py must compute the same logits. export_hf.py goes the other way with the same
+tables of names. transformers and huggingface_hub are imported only when such a model is read.
 """
 import json
 import math
@@ -33,7 +33,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor"
 HF_FIELDS = {  # model_type -> {transformers' name of a field: GPTConfig's}
     "gpt2": {"n_positions": "max_seq_len", "vocab_size": "vocab_size", "n_layer": "n_layer", "n_head": "n_head",
              "n_embd": "n_embd", "n_inner": "intermediate_size"},
-    "llama": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
+    "llama": LLAMA_FIELDS, "mistral": LLAMA_FIELDS, "qwen2": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
     "deepseek_v3": {"first_k_dense_replace": "n_layer", **LLAMA_FIELDS,  # all layers are dense
                     "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
                     "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
@@ -44,7 +44,7 @@ HF_FIELDS = {  # model_type -> {transformers' name of a field: GPTConfig's}
 def config_to_hf(config):
     """The fields of config.json for a GPTConfig, as a dict."""
     kind = ("gpt2" if config.arch == "gpt2" else "deepseek_v3" if config.attention == "mla" else
-            "qwen3" if config.qk_norm else "llama")
+            "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama")
     hf_config = {"model_type": kind, **{theirs: getattr(config, ours) for theirs, ours in HF_FIELDS[kind].items()}}
     if kind == "gpt2":
         return {**hf_config, "tie_word_embeddings": True, "layer_norm_epsilon": config.norm_eps,
@@ -72,13 +72,13 @@ def config_from_hf(hf_config):
         raise ValueError(f"its weights are quantized ({fields['quantization_config'].get('quant_method')}), expected "
                          f"those of the original model")
     config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
-                       qk_norm=kind == "qwen3",
+                       qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
                        gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
                        rope_factor=fields["factor"] if rope is LLAMA3_ROPE else 1.0,
-                       **{name: fields[hf_name] for hf_name, name in HF_FIELDS[kind].items()})
+                       **{name: fields.get(hf_name) for hf_name, name in HF_FIELDS[kind].items()})
     # rope scaling and sliding windows do not show in the logits of a short text
-    expected = {**rope, "use_sliding_window": False, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
-                **config_to_hf(config)}
+    expected = {**rope, "use_sliding_window": False, "sliding_window": None, "attention_bias": False,
+                "mlp_bias": False, "hidden_act": "silu", **config_to_hf(config), "model_type": kind}  # also mistral
     for name, value in expected.items():
         if name != "rope_scaling" and fields.get(name) not in (None, value):  # None stands for the default, ours
             raise ValueError(f"its config.json has {name}={fields[name]!r}, expected {value!r}")

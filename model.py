@@ -4,7 +4,8 @@ GPT-2 and Llama-style transformers in one file.
     gpt2   LayerNorm with bias, learned positions, tanh GELU, biases, head tied to the embedding.
            Radford et al. 2019; equals transformers' GPT2LMHeadModel, or with gelu="exact" nanoGPT's model.
     llama  RMSNorm, rotary positions, SwiGLU, no biases, grouped-query attention, untied head by default.
-           Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM.
+           Touvron et al. 2023; equals LlamaForCausalLM, or with qk_norm=True Qwen3ForCausalLM, or with qkv_bias=True
+           Qwen2ForCausalLM.
 
 Both come with multi-head (mha) or multi-head latent attention (mla). llama with mla equals DeepseekV3ForCausalLM with
 dense layers only.
@@ -39,6 +40,7 @@ class GPTConfig:
     head_dim: int | None = None  # llama: width of a head; None: C / n_head
     tied_head: bool | None = None  # llama: the head shares the embedding's matrix, as in gpt2; None: False
     qk_norm: bool = False  # llama: RMSNorm on queries and keys, per head (Qwen3)
+    qkv_bias: bool = False  # llama: biases on queries, keys and values (Qwen2)
     embed_norm: bool = False  # llama: RMSNorm without weights on the embedding, which is initialized to N(0, 1)
     intermediate_size: int | None = None  # MLP width; None: 4 C, llama: 8/3 C, next multiple of 64
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
@@ -88,9 +90,9 @@ class GPTConfig:
 MLA_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields that a variant does not use. gpt2 with mla is a plain GPT-2 once keys and values are multiplied out.
 NO_CHOICE = {
-    "gpt2": ("n_kv_head", "head_dim", "tied_head", "qk_norm", "embed_norm", *MLA_SIZES[1:]),
+    "gpt2": ("n_kv_head", "head_dim", "tied_head", "qk_norm", "qkv_bias", "embed_norm", *MLA_SIZES[1:]),
     "llama": ("gelu",), "mha": MLA_SIZES,
-    "mla": ("n_kv_head", "head_dim", "tied_head", "rope_factor", "qk_norm")}
+    "mla": ("n_kv_head", "head_dim", "tied_head", "rope_factor", "qk_norm", "qkv_bias")}
 
 
 def matmul_dtype(tensor):
@@ -185,9 +187,9 @@ class LlamaAttention(Attention):
     def __init__(self, config):
         super().__init__(config)
         hd = config.head_dim
-        self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=False)
-        self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
-        self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=False)
+        self.q_proj = nn.Linear(config.n_embd, config.n_head * hd, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.n_embd, config.n_kv_head * hd, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()

@@ -177,7 +177,7 @@ def load_teacher(loader, config, dtype, options, vocab_size):
         fail(f"--teacher={config['teacher']}: has {net.config.vocab_size} ids, the student {vocab_size}; give a "
              f"teacher with at least as many")
     model_args = {**checkpoint["model_args"], "dropout": 0.0}
-    for name in ("head_dim", "tied_head"):  # seen in the weights
+    for name in ("head_dim", "tied_head", "qkv_bias"):  # seen in the weights
         del model_args[name]
     if model_args["rope_factor"] == 1:  # older digests have none
         del model_args["rope_factor"]

@@ -360,6 +360,7 @@ VARIANTS = {
     "gpt2": dict(arch="gpt2"),
     "llama": dict(arch="llama"),
     "llama_gqa": dict(arch="llama", n_kv_head=2),
+    "qwen2": dict(arch="llama", n_kv_head=2, qkv_bias=True),
     "qwen3": dict(arch="llama", n_kv_head=2, qk_norm=True),
     "llama3": dict(arch="llama", n_kv_head=2, tied_head=True, rope_theta=5e5, rope_factor=8.0, norm_eps=1e-6),
     "qwen3_wide": dict(arch="llama", n_kv_head=2, head_dim=24, qk_norm=True, tied_head=True),

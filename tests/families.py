@@ -47,6 +47,21 @@ QWEN3 = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+QWEN2 = """\
+{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role in ("user", "assistant") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 LLAMA3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -84,6 +99,12 @@ LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set loop_messages = messag
           "{% else %}{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
           "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
           "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+MISTRAL = ("{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+           "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% endif %}"
+           "{{ bos_token }}{% for message in loop_messages %}{% if message['role'] == 'user' %}"
+           "{% if loop.first and system_message is defined %}{{ '[INST] ' + system_message + '\\n\\n' + "
+           "message['content'] + '[/INST]' }}{% else %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% endif %}"
+           "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}")
 ZEPHYR = ("{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
           "{{ '<|user|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n"
           "{{ '<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == 'assistant' %}\n"
@@ -97,6 +118,8 @@ SPLIT_QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^
 FAMILIES = {
     "qwen3": (transformers.Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=True, rope_theta=1e6), QWEN3,
               None, "<|im_end|>", ["<|endoftext|>", "<|im_start|>"]),
+    "qwen2.5": (transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rope_theta=1e6), QWEN2,
+                None, "<|im_end|>", ["<|endoftext|>", "<|im_start|>"]),
     "llama3": (transformers.LlamaConfig(
         **{**SIZES, "max_position_embeddings": 16384}, rope_theta=5e5, rms_norm_eps=1e-5, tie_word_embeddings=True,
         rope_scaling={"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -106,6 +129,8 @@ FAMILIES = {
     "smollm2": (transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_theta=1e5),
                 CHATML, "<|im_start|>", "<|im_end|>", ["<|endoftext|>"]),
     "llama2": (transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5), LLAMA2, "<s>", "</s>", ["<unk>"]),
+    "mistral": (transformers.MistralConfig(**SIZES, head_dim=24, sliding_window=None, rope_theta=1e6),  # v0.3
+                MISTRAL, "<s>", "</s>", ["<unk>", "[INST]", "[/INST]"]),
     "tinyllama": (transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5), ZEPHYR, "<s>", "</s>", ["<unk>"]),
 }
 
@@ -153,7 +178,7 @@ def write_family(family, folder, dtype=torch.float32):
     tokenizer.save(f"{folder}/tokenizer.json")
     names = {"bos_token": bos, "eos_token": eos and {"__type": "AddedToken", "content": eos}}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
-    if family in ("qwen3", "llama3"):
+    if family in ("qwen3", "qwen2.5", "llama3"):
         (folder / "chat_template.jinja").write_text(template)
     else:
         settings["chat_template"] = template

@@ -54,6 +54,7 @@ def split(pattern):
 
 FAMILIES = {  # of families.py -> llama.cpp's name of the pre-tokenizer, and that
     "qwen3": ("qwen2", split(SPLIT_QWEN)),
+    "qwen2.5": ("qwen2", split(SPLIT_QWEN)),
     "llama3": ("llama-bpe", split(SPLIT_QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"))),
     "smollm2": ("smollm", Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])),
     "llama2": ("default", None),

@@ -20,8 +20,8 @@ from sample import generate
 from tokenizer import get_tokenizer, padded_vocab_size
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "llama_gqa": "LlamaForCausalLM",
-           "qwen3": "Qwen3ForCausalLM", "llama3": "LlamaForCausalLM", "qwen3_wide": "Qwen3ForCausalLM",
-           "gpt2_mla": "GPT2LMHeadModel", "llama_mla": "DeepseekV3ForCausalLM",
+           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama3": "LlamaForCausalLM",
+           "qwen3_wide": "Qwen3ForCausalLM", "gpt2_mla": "GPT2LMHeadModel", "llama_mla": "DeepseekV3ForCausalLM",
            "llama_mla_q": "DeepseekV3ForCausalLM"}
 CHANGES = {"gpt2": {"gelu": "exact"}, "llama": {"rope_theta": 5000.0}, "llama_mla": {"norm_eps": 1e-5}}
 RUN = {"config": {"init_from": "auto:gpt2-medium", "data": "HuggingFaceTB/smoltalk/all:2,o'w/n\"a", "max_iters": 1234},

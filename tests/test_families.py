@@ -191,7 +191,8 @@ def test_a_tuned_model_leaves_as_it_came(family, flags, talks, tmp_path):
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     ours, _ = load_model(tmp_path / "out", "cpu")
     idx = torch.arange(600)[None, :400]
-    assert type(exported) is type(theirs) and (exported(idx).logits - ours(idx)).abs().max() < 1e-4
+    expected = "LlamaForCausalLM" if name == "mistral" else type(theirs).__name__
+    assert type(exported).__name__ == expected and (exported(idx).logits - ours(idx)).abs().max() < 1e-4
     back = load_checkpoint(tmp_path / "hf")
     for key, weights in ours.state_dict().items():
         assert torch.equal(weights, back["model"][key]), key

@@ -137,6 +137,8 @@ LOGITS = "computes other logits"
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
     ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("llama", {"model_type": "mistral"}, "sliding_window=4096.*None"),  # transformers' default
+    ("llama", {"model_type": "qwen2"}, "missing_keys.*q_proj.bias"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ""),
     ("llama_mla", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
     ("llama_mla", {"rope_interleave": False}, LOGITS),

@@ -192,7 +192,7 @@ LLAMA, MLA = dict(arch="llama"), dict(attention="mla", kv_lora_rank=8)
 
 
 @pytest.mark.parametrize("named, settings", [
-    ("n_embd", dict(n_embd=65)),
+    ("n_embd", dict(n_embd=65)), ("qkv_bias", LLAMA | MLA | dict(qkv_bias=True)),
     ("qk_norm", dict(qk_norm=True)), ("gelu", LLAMA | dict(gelu="exact")),  # of another arch
     ("n_kv_head", LLAMA | dict(n_kv_head=3)), ("n_head", LLAMA | dict(n_embd=20)),
     ("embed_norm", LLAMA | dict(embed_norm=True, tied_head=True)),
