@@ -7,7 +7,8 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
     python prepare_data.py --tokenizer=my-tokenizer                      # a folder with a tokenizer.json
 
 A .txt file is one document in UTF-8. CR and CRLF line ends become LF, and a byte order mark stays, as the character
-U+FEFF. Every other file has one document per row. A row whose document is missing, empty or not a string is skipped.
+U+FEFF. Every other file has one document per row. The first row must have a document, at least an empty one; a later
+row whose document is missing, empty or not a string is skipped.
 
 All documents form one stream of tokens, with <|endoftext|> before each document. Exactly the first val_tokens of it
 are for validation, in one shard. The rest is cut into training shards. A training shard ends with the batch of 64
@@ -163,8 +164,8 @@ def tokenize(tokenizer, documents):
     """
     eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
     for text in documents:
-        with suppress(TypeError, ValueError):
-            if text:
+        with suppress(ValueError):  # tiktoken's
+            if text and isinstance(text, str):
                 pieces += [eot, encode(tokenizer, text)]
     tokens, kept = np.concatenate([eot[:0], *pieces]).astype(token_dtype(tokenizer)), len(pieces) // 2
     return tokens, {"documents": kept, "documents skipped": len(documents) - kept, "tokens": len(tokens),

@@ -1,6 +1,6 @@
 """
 Attention for a model that is compiled for a CPU. Below 768 positions torch's scaled_dot_product_attention works in
-smaller blocks there and takes twice as long.
+smaller blocks there and takes 1.5 to 2 times as long.
 """
 import math
 
