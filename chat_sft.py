@@ -151,7 +151,9 @@ before = checkpoint["config"] if resuming else config
 if max_iters is None and global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
     fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
          f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
-num_iters = math.ceil(epochs * len(train_rows) / global_batch_size) if max_iters is None else max_iters
+num_iters = max_iters
+if num_iters is None:
+    num_iters = math.ceil(round(epochs * len(train_rows) / global_batch_size, 6))  # 1.1 * 50 is a little over 55
 get_lr = build_schedule(config, num_iters)
 
 orig_model = GPT(GPTConfig(**{**checkpoint["model_args"], "dropout": dropout}))

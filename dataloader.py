@@ -26,9 +26,8 @@ def to_device(array, device):
 class TokenDataset:
     """
     The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
-    (i + 1) T, both included, so every token except a shard's first is a target once. The last tokens of a shard, if
-    they do not fill a row, are left out and counted in dropped_tokens. nanoGPT's train.bin and val.bin are read as one
-    shard each.
+    (i + 1) T, both included, so every token except a shard's first is a target once. The last tokens of a shard, which
+    are no inputs of a row, are counted in dropped_tokens. nanoGPT's train.bin and val.bin are read as one shard each.
     """
 
     def __init__(self, data_dir, split, max_seq_len):
@@ -186,7 +185,7 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     for first in progress(range(0, n_rows, world_size * batch_size)):  # equally many per rank, as FSDP requires
         rows = torch.arange(batch_size) + first + rank * batch_size
         batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
-        batch["targets"] = torch.where((rows < n_rows)[:, None].to(device), batch["targets"], IGNORE)
+        batch["targets"][rows >= n_rows] = IGNORE
         targets = batch["targets"][batch["targets"] != IGNORE].cpu()
         totals += torch.tensor([model(**batch).item(), len(targets), token_sizes[targets].sum()], dtype=torch.float64)
     model.train(was_training)

@@ -11,10 +11,10 @@ import torch
 
 # dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets; without sparsity
 PEAK_FLOPS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12,
-    "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12,
-    "MI250X": 191.5e12}  # half of an MI250X: torch sees two devices
+    "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12,
+    "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12,
+    "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+    "MI300X": 1307e12, "MI250X": 191.5e12}  # half of an MI250X: torch sees two devices
 
 
 def peak_flops(device, dtype):

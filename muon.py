@@ -14,10 +14,11 @@ MOMENTUM = 0.9  # Jordan et al. have 0.95; with small batches and rates that fal
 def newton_schulz(matrices):
     """
     Approximately orthogonalizes each of `matrices` (n, rows, cols): divides it by its norm, then takes five steps of
-    a quintic iteration that brings its singular values to between 0.7 and 1.2 (Jordan et al. 2024). Returns bfloat16.
+    a quintic iteration that brings its singular values, if not tiny, to between 0.68 and 1.2 (Jordan et al. 2024).
+    Returns bfloat16.
     """
     tall = matrices.size(1) > matrices.size(2)
-    X = matrices.bfloat16().mT if tall else matrices.bfloat16()
+    X = (matrices.mT if tall else matrices).bfloat16()
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         A = X @ X.mT
@@ -65,7 +66,7 @@ class MuonAdamW(torch.optim.Optimizer):
         mine = by_shape
         if dist.is_initialized() and not self.sharded:
             self.owner = {p: i % dist.get_world_size() for i, p in enumerate(by_shape)}  # evenly by shape
-            mine = [p for p, rank in self.owner.items() if rank == dist.get_rank()]
+            mine = by_shape[dist.get_rank()::dist.get_world_size()]
         # matrices of one shape are orthogonalized together; under FSDP only one at a time is gathered
         self.batches = [[p] for p in mine] if self.sharded else [list(g) for _, g in groupby(mine, lambda p: p.shape)]
         self.muon_updates = muon_updates

@@ -134,7 +134,7 @@ class Distillation(nn.Module):
         """
         loss, sums = distill_loss(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
                                   self.teacher_weight, teacher.flatten(0, 1), teacher_head)
-        self.sums.add_(sums.detach())
+        self.sums.add_(sums.detach().where(loss.detach().isfinite(), 0.0))  # else the step will be skipped
         return loss
 
     def metrics(self):

@@ -89,7 +89,6 @@ class Lora:
             fail(f"--optimizer={config['optimizer']}: adapters (--lora_rank) train with adamw")
         if resuming:
             model.load_state_dict(load_base(checkpoint))  # the adapters follow when the run is restored
-            self.base = checkpoint["lora"]
         else:
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")

@@ -135,6 +135,9 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     for _ in range(2):  # metrics are of the steps since their last call
         assert gpt(**batch).item() == pytest.approx(expected.item(), rel=1e-5)
         assert distillation.metrics() == pytest.approx(logged, rel=1e-5)
+    broken = {**batch, "teacher": batch["teacher"] * math.nan}
+    assert gpt(**batch).isfinite() and gpt(**broken).isnan()  # the second step is skipped
+    assert distillation.metrics() == pytest.approx(logged, rel=1e-5)
     assert gpt.eval()(**batch).item() == pytest.approx(ce, rel=1e-5)
 
     state = gpt.state_dict()

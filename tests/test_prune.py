@@ -143,6 +143,11 @@ def test_pruned_weights_stay_pruned_in_the_next_run_if_asked(pruned, train, tmp_
 
     gpt = GPT(GPTConfig(**before["model_args"]))
     new_pruner(gpt, 0.6, checkpoint=before)
+    tiny, rounded = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=2, vocab_size=384)), {}
+    for name, p in hidden(dict(tiny.named_parameters())).items():  # of 4 to 16 weights: more than 0.55 in all
+        rounded[name] = torch.arange(p.numel()).view(p.shape) < round(0.55 * p.numel())
+    assert sum(mask.sum() for mask in rounded.values()) / sum(mask.numel() for mask in rounded.values()) > 0.56
+    new_pruner(tiny, 0.55, checkpoint={"masks": rounded})
     for refused in (lambda: new_pruner(gpt, 0.5, checkpoint=before),
                     lambda: take_settings({**before["config"]}, {"sparsity": 0.5}, before)):
         line = error_line(refused)

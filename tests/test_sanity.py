@@ -86,6 +86,19 @@ def test_each_step_trains_on_the_weights_of_the_one_before(capsys, dtype):
     assert last < 0.95 * first
 
 
+def test_a_wide_model_and_one_with_matrices_in_bfloat16_have_no_problem(capsys):
+    gpt = GPT(GPTConfig(n_layer=1, n_head=8, n_embd=2048, max_seq_len=8, vocab_size=384, intermediate_size=64))
+    gpt.requires_grad_(False).transformer.h.requires_grad_(True)
+    problems, *_ = check(gpt, capsys, [*gpt.transformer.h.parameters()], lr=1e-4)
+    assert not any("the first loss" in line for line in problems)
+    gpt = tiny_gpt().requires_grad_(False)
+    for module in gpt.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.bfloat16()
+    gpt.transformer.ln_f.requires_grad_(True)
+    check(gpt, capsys, [*gpt.transformer.ln_f.parameters()], torch.autocast("cpu", torch.bfloat16))
+
+
 def test_several_ranks_are_refused():
     line = error_line(sanity.check, tiny_gpt(), {}, None, None, True, 2)
     assert "--sanity_check=True: start it without torchrun" in line
