@@ -21,7 +21,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from tqdm import tqdm
 
-from chat_format import decode_chat, render_chat
+from chat_format import CHAT_TOKENS, decode_chat, render_chat
 from configurator import fail, format_error
 from dataloader import to_device
 from distributed import rank
@@ -174,7 +174,8 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
             with suppress(Exception):
                 digest = huggingface_hub.dataset_info(split_hub_name(source)[0], timeout=10).sha
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
-            source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len, version=VERSION)).data
+            source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len,
+            version=(VERSION, CHAT_TOKENS))).data
         rows.validate(full=True)  # without this a damaged file may crash pyarrow
         for row in progress(rows.to_pylist(), source):
             note, where = row["note"], row["where"]

@@ -9,7 +9,8 @@ template has that format instead.
 from configurator import one_line_errors
 from tokenizer import count_ids, encode, has_template, replace_surrogates
 
-ROLES = ("system", "user", "assistant")
+CHAT_TOKENS = ("system", "user", "assistant", "end")  # by id; a new one goes last, or trained models change meaning
+ROLES = [name for name in CHAT_TOKENS if name != "end"]
 
 
 def check_chat_format(path, tokenizer, vocab_size):
@@ -26,7 +27,7 @@ def chat_tokens(tokenizer):
     """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template only the last."""
     if has_template(tokenizer):
         return {"end": tokenizer.end_token}
-    return {name: tokenizer.n_vocab + i for i, name in enumerate((*ROLES, "end"))}
+    return {name: tokenizer.n_vocab + i for i, name in enumerate(CHAT_TOKENS)}
 
 
 def render_chat(tokenizer, messages, prompt=False):

@@ -180,7 +180,8 @@ eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, val_rows.first_qu
 
 facts = dict(model_args=vars(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
              data=train_rows.fingerprint, stage="chat")
-checkpointer = Checkpointer(out_dir, state, facts)
+checkpointer = Checkpointer(out_dir, state, facts)  # from here on no other run writes to out_dir
+check_out_dir(config, resuming, checkpoint)  # again: one may have started and ended since
 iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0
 if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, False, world_size)

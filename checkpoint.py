@@ -38,7 +38,8 @@ def load_checkpoint(path, merge=True):
     Load any supported checkpoint, on the CPU: a ckpt.pt of ours or nanoGPT's, or its folder (if ckpt.pt is damaged,
     the previous one is used, with a warning); a Hugging Face folder; or gpt2, gpt2-medium, ... Returns a dict with at
     least model, model_args, config, tokenizer, stage, iter_num, val_loss (nan if unknown), val_iter and path. The
-    adapters of a LoRA run are merged into their base, or with merge=False stay separate.
+    adapters of a LoRA run are merged into their base, and what a loss function learned is left out, except with
+    merge=False.
     """
     from import_hf import hub_name, load_hf  # not at the top: training does without it
     path = Path(path)
@@ -49,8 +50,8 @@ def load_checkpoint(path, merge=True):
     for candidate in candidates:
         try:
             checkpoint = read_checkpoint(candidate)
-            if merge and "lora" in checkpoint:
-                merge_adapters(checkpoint)
+            if merge:
+                checkpoint["model"] = plain_weights(checkpoint)
         except Exception as error:  # a damaged file may raise anything
             problems.append(f"{candidate}: not a readable checkpoint ({format_error(error)})")
             continue
@@ -160,17 +161,20 @@ def load_base(checkpoint):
          f"it, {base['absolute']} or {base['path']}, but each of these is missing or holds other weights now")
 
 
-def merge_adapters(checkpoint):
-    """Turns a LoRA run's checkpoint into that of a plain model, in place: W + alpha / rank B A."""
-    adapters, weights = checkpoint["model"], load_base(checkpoint)
-    for name, A in adapters.items():
+def plain_weights(checkpoint):
+    """The weights without those of a loss function, and with a LoRA run's adapters merged, W + alpha / rank B A."""
+    trained = {name: tensor for name, tensor in checkpoint["model"].items() if not name.startswith("loss_fn.")}
+    if "lora" not in checkpoint:
+        return trained
+    weights = load_base(checkpoint)
+    for name, A in trained.items():
         if name.endswith("lora_A"):
-            B = adapters[name.replace("lora_A", "lora_B")]
+            B = trained[name.replace("lora_A", "lora_B")]
             target = name.replace("lora_A", "weight")
             weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
         elif not name.endswith("lora_B"):  # what else was trained
             weights[name] = A
-    checkpoint["model"] = weights
+    return weights
 
 
 # -----------------------------------------------------------------------------

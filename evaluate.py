@@ -63,9 +63,12 @@ progress = partial(tqdm, disable=rank() > 0, leave=False, delay=2)
 # rows, in the schemas of the hub's data sets -> prompts
 
 NUMBER = re.compile(r"""
-    (?: (?<!\w)-\$? | \$-? )?  # a sign (not the minus of 7-4) and a dollar
+    (?: (?<!\w)[-\u2212]\$? | \$[-\u2212]? )?  # a sign (not the minus of 7-4) and a dollar
     (?: (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ ) (?:\.[0-9]+)?  # 1,234.5 and 1234.5
-      | (?<!\.)\.[0-9]+ )  # .5""", re.VERBOSE)
+      | (?<!\.)\.[0-9]+ )  # .5
+    """, re.VERBOSE)
+# at the end, after a space that does not group digits, as in 1 000, or after =; in punctuation, perhaps
+LAST_NUMBER = re.compile(rf"(?: ^ | (?<![0-9])\s | = ) [^\w\s]*? {NUMBER.pattern} [^\w\s]* \s* $", re.VERBOSE)
 
 
 def final_number(text):
@@ -74,7 +77,7 @@ def final_number(text):
     no number. 1,000 and $1000 and 1000.00 are equal.
     """
     numbers = NUMBER.findall(text.partition("####")[2]) or NUMBER.findall(text)[::-1]
-    return Decimal(re.sub("[$,]", "", numbers[0])) if numbers else None
+    return Decimal(re.sub("[$,]", "", numbers[0]).replace("\u2212", "-")) if numbers else None
 
 
 def clean(text):
@@ -96,8 +99,8 @@ def tokenize_row(task, row, tokenizer, stage):
     if free_form:
         question, choices, gold = row["question"], [], final_number(row["answer"])
         if task not in TASKS and "####" not in row["answer"]:
-            if not re.fullmatch(r"\W*\d[\d.,]*\W*", row["answer"].split()[-1]):
-                raise ValueError("its answer does not end with a number")
+            if not LAST_NUMBER.search(row["answer"]):
+                raise ValueError("its answer does not end with a number, such as -5, 1,000 or 0.5")
     elif columns == "hellaswag":
         question, choices, gold = row["ctx"], row["endings"], int(row["label"])
         if "ctx_a" in row:  # as on the hub, where ctx is not capitalised
@@ -339,6 +342,9 @@ if __name__ == "__main__":
     examples = load_tasks(tasks, tokenizer, meta["stage"], task_dir, max_problems)
 
     results = {"checkpoint": checkpoint, "stage": meta["stage"], "iter_num": meta["iter_num"]}
+    taken = {*results, "validation"}
+    if taken & examples.keys():
+        fail(f"--tasks={tasks}: the results have something else under {', '.join(sorted(taken))}; rename the task")
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     with autocast, one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
         if data_dir:

@@ -23,9 +23,13 @@ import torch.nn.functional as F
 from chat_data import parse_mixture, split_hub_name
 from chat_format import ROLES, chat_tokens, check_chat_format
 from checkpoint import describe_model, load_model
-from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_to_hf, convert_weights, hub_name,
-                       import_transformers)
+from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_from_hf, config_to_hf, convert_weights,
+                       hub_name, import_transformers)
+from model import MLA_SIZES
 from tokenizer import END_OF_TEXT, count_ids, get_tokenizer, has_template
+
+# fields that training alone reads, or that to_hf multiplies out
+NOT_IN_EXPORTS = ("dropout", "embed_norm", "attention", *MLA_SIZES)
 
 # -----------------------------------------------------------------------------
 # weights
@@ -62,8 +66,12 @@ def build_hf_model(model, tokenizer, chat):
     ends = [*dict.fromkeys([*ends, *getattr(tokenizer, "stop_ids", [eot])])]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
-        hf_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
-            **fields, bos_token_id=eot, eos_token_id=ends if len(ends) > 1 else ends[0]))
+        hf_config = transformers.AutoConfig.for_model(**fields, bos_token_id=eot,
+                                                      eos_token_id=ends if len(ends) > 1 else ends[0])
+        for name, value in vars(config_from_hf(hf_config)).items():  # logits of 1,024 tokens may not show a field
+            if getattr(config, name) != value and name not in NOT_IN_EXPORTS:
+                raise ValueError(f"{name}={getattr(config, name)} is not in the config.json of {fields['model_type']}")
+        hf_model = transformers.AutoModelForCausalLM.from_config(hf_config)
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
     # not in the model's own config, where it would keep transformers from training this token's embedding
@@ -119,7 +127,7 @@ def write_tokenizer(tokenizer, chat, max_seq_len, folder):
 # render_chat in jinja; TRL's assistant_only_loss trains on what is inside generation
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in " + str(list(ROLES)) + " %}{{ raise_exception('unknown role ' + message['role']) }}"
+    "{% if message['role'] not in " + str(ROLES) + " %}{{ raise_exception('unknown role ' + message['role']) }}"
     "{% endif %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
@@ -220,7 +228,7 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for pattern in ("model.safetensors*", "tokenizer*.json", "chat_template.jinja"):
+        for pattern in ("model.safetensors*", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja"):
             for file in folder.glob(pattern):
                 file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))

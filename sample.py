@@ -187,6 +187,8 @@ if __name__ == "__main__":
         text = prompt
         if prompt.startswith("FILE:"):
             text = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+            if chat and not text:
+                raise ValueError("is empty; expected a question")
 
     _, _, torch_device = init_process(device)
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
@@ -250,7 +252,7 @@ if __name__ == "__main__":
     messages, message = [], text
     with suppress(EOFError, KeyboardInterrupt):
         while text or (message := input("\nyou: ").strip()) not in ("/quit", "quit", "exit"):
-            if message == "/reset":
+            if message == "/reset" and not text:
                 messages = []
                 print("(a new conversation)")
             elif message:

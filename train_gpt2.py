@@ -167,7 +167,8 @@ eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_to
 
 facts = dict(model_args=vars(orig_model.config), config=config, data=train_data.fingerprint, stage="base",
              tokenizer=checkpoint["tokenizer"] if checkpoint else tokenizer_entry(tokenizer))  # keeps a chat template
-checkpointer = Checkpointer(out_dir, state, facts)
+checkpointer = Checkpointer(out_dir, state, facts)  # from here on no other run writes to out_dir
+check_out_dir(config, resuming, checkpoint)  # again: one may have started and ended since
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)

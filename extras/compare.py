@@ -9,6 +9,7 @@ interruption, the same command resumes the unfinished run and repeats none of th
 changed. Runs start with --init_from=auto, so that they can be resumed. If flags give a model, write auto:PATH.
 """
 import json
+import math
 import re
 import shlex
 import signal
@@ -36,7 +37,8 @@ def summary(results):
     """The mean of each metric over some results, and its standard deviation, as text."""
     columns = {metric: [result[metric] for result in results] for metric in METRICS if metric in results[0]}
     return ", ".join(f"{metric} {statistics.mean(values):.5g}"
-                     + (f" +/- {statistics.stdev(values):.2g}" if len(values) > 1 else "")
+                     + (f" +/- {statistics.stdev(values):.2g}" if len(values) > 1 and all(map(math.isfinite, values))
+                        else "")
                      for metric, values in columns.items())
 
 
@@ -50,7 +52,7 @@ def train(flags, seed):
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})
     recipe = [words, configs, [path.read_text(encoding="utf-8") for path in code]]
     # with other --args, or if the code has changed, a run gets another folder
-    name = f"{flags}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"
+    name = f"{flags[:150]}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))
     path, result, evaluated = folder / "result.json", {}, None
     if path.exists():
@@ -73,7 +75,7 @@ def train(flags, seed):
 
 if __name__ == "__main__":
     configure(globals())
-    if not runs and not args or "--seed=" in runs + args or "--out_dir=" in runs + args:
+    if not runs and not args or re.search(r"--(seed|out_dir)\b", runs + args):
         fail("--runs: expected the flags of each run, separated by semicolons; seeds and folders are --seeds and "
              "--out_dir of this script")
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the current run, which saves and exits

@@ -4,6 +4,7 @@ Knowledge distillation (Hinton et al. 2015): loss = (1 - w) CE + w T^2 KL(teache
 The teacher is live and runs in each step, or it is cached: its top-k log-probabilities are written to disk once.
 """
 import math
+import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -112,8 +113,9 @@ class Distillation(nn.Module):
             if checkpoint:  # steps that were rolled back have read rows, too
                 global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
                 n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
-            checksums = getattr(data, "checksums", None)  # the fingerprint does not cover all tokens of shards
-            key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k,
+            # the fingerprint does not cover all tokens of shards
+            checksums = [zlib.crc32(shard) for shard in getattr(data, "shards", ())]
+            key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k, dtype,
                                   model.config.vocab_size], {})
             cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
             cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)

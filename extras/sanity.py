@@ -1,10 +1,10 @@
 """
 --sanity_check=True: looks for faults that keep a model from learning, on one micro-batch, then exits.
 
-Checks the first loss against that of random weights, looks for gradients that are missing, not finite or vanishing and for
-dead MLP units, and tries to overfit the micro-batch in 100 steps. A low loss does not prove that attention works,
-since a token and its position alone say much about the next one. So it also checks each layer's attention: an output
-must depend on earlier positions and on no later one. Exits with code 0 if all is well, else 1.
+Checks the first loss against that of random weights, looks for gradients that are missing, not finite or vanishing
+and for dead MLP units, and tries to overfit the micro-batch in 100 steps. A low loss does not prove that attention
+works, since a token and its position alone say much about the next one. So it also checks each layer's attention: an
+output must depend on earlier positions and on no later one. Exits with code 0 if all is well, else 1.
 """
 import math
 from collections import Counter

@@ -371,6 +371,13 @@ VARIANTS = {
 }
 
 
+# transformers' class of each; one that has none is left out of the comparisons with transformers
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "llama_gqa": "LlamaForCausalLM",
+           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama3": "LlamaForCausalLM",
+           "qwen3_wide": "Qwen3ForCausalLM", "gpt2_mla": "GPT2LMHeadModel", "llama_mla": "DeepseekV3ForCausalLM",
+           "llama_mla_q": "DeepseekV3ForCausalLM"}
+
+
 def new_gpt(variant, seed=0, **changes):
     """A small GPT with random parameters, norms and biases too, so that leaving one out shows."""
     torch.manual_seed(seed)

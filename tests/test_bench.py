@@ -36,9 +36,17 @@ def test_bench_compares_with_nanogpt(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_config_file_sets_the_size(tmp_path):
+    (tmp_path / "small.py").write_text("n_layer, n_head, n_embd, max_seq_len, batch_size = 1, 2, 32, 32, 2\n")
+    output = run("bench.py", *TINY[:-1], f"--flags={tmp_path}/small.py", env={})
+    assert " rows of 32, and" in output
+
+
+@pytest.mark.slow
 def test_bench_refuses_what_it_cannot_time(tmp_path):
     for wrong, words in ((f"--nanogpt={tmp_path}", "holds no train.py"),
-                         ("--steps=0", "expected an int of at least 1")):
+                         ("--steps=0", "expected an int of at least 1"),
+                         ("--flags=--n_layer=1 --out_dir=out", "leave out --out_dir and --overwrite")):
         line = refused("bench.py", "--compile=False", wrong)
         assert wrong in line and words in line
     (tmp_path / "train.py").touch()

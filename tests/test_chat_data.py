@@ -193,7 +193,7 @@ def test_of_three_processes_one_tokenizes_and_the_others_wait(tmp_path, log):
     assert log.read_text() == f"{data}\n" and len({train.fingerprint for train, _, _ in splits}) == 1
 
 
-def test_a_source_is_tokenized_again_when_it_or_max_seq_len_changes(tmp_path, log):
+def test_a_source_is_tokenized_again_when_it_or_max_seq_len_changes(tmp_path, log, monkeypatch):
     data = some_chats(tmp_path)
     first = build("rows", data)
     for kwargs, times in ({}, 1), ({"seed": 2, "pack": False, "val_data": data}, 1), ({"max_seq_len": 65}, 2):
@@ -206,6 +206,10 @@ def test_a_source_is_tokenized_again_when_it_or_max_seq_len_changes(tmp_path, lo
     jsonl(data, [turns("q", "another")])
     os.utime(data, ns=times)  # a copy may keep them
     assert ", 1 conversations in" in build("rows", data, data)[2]
+    times = log.read_text().count("\n")
+    monkeypatch.setattr(chat_data, "CHAT_TOKENS", (*chat_data.CHAT_TOKENS, "tool"))  # a fork's
+    build("rows", data, data)
+    assert log.read_text().count("\n") == times + 1
 
 
 def test_damaged_files_are_refused_and_made_again(tmp_path):

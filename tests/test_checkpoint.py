@@ -230,6 +230,14 @@ def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp
                                 f"--out_dir={tmp_path}/o")
 
 
+def test_what_a_loss_function_learned_is_left_out_but_on_resume(tmp_path):
+    checkpoint = load(saved(tmp_path, 1.0))
+    checkpoint["model"]["loss_fn.proj.weight"] = torch.ones(1)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    load_model(tmp_path, "cpu")
+    assert "loss_fn.proj.weight" in load_checkpoint(tmp_path, merge=False)["model"]
+
+
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
 CRAFTED = {  # what is changed -> what it is changed to; GONE: taken out
     "model": [[], {}, {1: torch.zeros(1)}, GONE],

@@ -63,6 +63,10 @@ def test_a_run_that_stopped_or_failed_is_no_result(compare, tmp_path):
     assert not list(tmp_path.glob("*/*/result.json"))
 
 
+def test_a_run_that_diverged_has_a_mean_and_long_flags_a_folder(compare):
+    assert "val_loss nan\n" in compare(run, f"--runs=--steps=nan {'--x=1 ' * 60}").partition("--seeds=2\n")[2]
+
+
 @pytest.mark.slow
 def test_the_training_script_is_compared(shards, tmp_path):
     run("extras/compare.py", "--runs=--max_iters=2", "--seeds=1", f"--args={' '.join(TINY)} --data_dir={shards}",
@@ -73,6 +77,6 @@ def test_the_training_script_is_compared(shards, tmp_path):
     assert result.keys() >= {"train_loss", "seconds", "tok_per_sec", "peak_mem_mb"} and result["iter"] == 2
 
 
-@pytest.mark.parametrize("flags", ["", "--n_layer=1 --seed=3", "--out_dir=elsewhere"])
+@pytest.mark.parametrize("flags", ["", "--n_layer=1 --seed=3", "--seed 3", "--out_dir=elsewhere"])
 def test_what_is_no_comparison_is_refused(flags):
     assert "--runs: expected the flags" in refused("extras/compare.py", f"--runs={flags}")

@@ -225,7 +225,7 @@ def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     ("#### 18", "18"), ("It is 5.\n#### 1,080", "1080"), ("#### $18.00. And 7", "18"),
     ("3 #### so 4, then 5\n#### 6", "4"), ("2 + 2 = 4.", "4"), ("first 10, then 20 eggs", "20"),
     ("it is $1,234.50.", "1234.5"), ("7-4", "4"), ("7 - -4", "-4"), ("a debt of -$5", "-5"), ("$-5", "-5"),
-    ("-0.0", "0"), ("0.50", "0.5"), ("$.50", "0.5"), ("wait...5", "5"), ("1,2,3", "3"), ("12,3456", "3456"),
+    ("\u22125", "-5"), ("-0.0", "0"), ("0.50", "0.5"), ("$.50", "0.5"), ("wait...5", "5"), ("1,2,3", "3"), ("12,3456", "3456"),
     ("9 #### none", "9"), ("#### " + "12345" * 9, "12345" * 9), ("0." + "012345" * 9, "0." + "012345" * 9),
     ("1" + "0" * 40, "1" + "0" * 40), ("100", "100"), ("3/4", "4"), ("50%", "50"),
     ("no number", None), ("", None), ("####", None)])
@@ -376,6 +376,9 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     given = ["evaluate.py", f"--checkpoint={checkpoint}", "--device=cpu"]
     assert "nothing to score" in refused(*given, "--tasks=")
     assert "error: task '', --task_dir=None: KeyError" in refused(*given, "--tasks=,")
+    write_task(tmp_path, "validation", [gsm8k("q", 1)])
+    assert "under checkpoint, iter_num, stage, validation; rename the task" in refused(
+        *given, "--tasks=validation", f"--task_dir={tmp_path}")
     (tmp_path / "there.json").write_text("kept")
     for output in (f"{tmp_path}/no/results.json", f"{tmp_path}/there.json"):
         assert output in refused(*given, "--tasks=mmlu", f"--task_dir={tasks}", f"--output={output}")
@@ -397,7 +400,8 @@ def test_mistakes_on_the_command_line(tasks, checkpoint, tmp_path, gpt2_vocabula
     ("mmlu", mmlu("q", "['a', 'b']", 0), "expected a list of choices"),
     ("gsm8k", {"question": "q", "answer": "seven"}, "or an answer that is a number"),
     ("chess", {"question": "1. e4 e5?", "answer": "2. Nf3"}, "its answer does not end with a number"),
-    ("chess", {"question": "1 + 1?", "answer": "2 or 3 ..."}, "its answer does not end with a number"),
+    *(("chess", {"question": "1 + 1?", "answer": answer}, "its answer does not end with a number")
+      for answer in ("2 or 3 ...", "1,5", "1 000", "1.2.3", "12 \u0663", "")),
     ("chess", mmlu("q", ["a", "b"], 1), "some rows have choices and some have none")])
 def test_a_bad_line_is_named(tmp_path, task, row, expected):
     good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1)}.get(task, gsm8k("q", 1))

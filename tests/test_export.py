@@ -14,15 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import export_hf
 from chat_format import chat_tokens, render_chat
 from checkpoint import load_checkpoint, load_model
-from conftest import VARIANTS, error_line, new_gpt, run, same, save_model, tokens
+from conftest import CLASSES, error_line, new_gpt, run, same, save_model, tokens
 from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
 from tokenizer import get_tokenizer, padded_vocab_size
 
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "llama_gqa": "LlamaForCausalLM",
-           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama3": "LlamaForCausalLM",
-           "qwen3_wide": "Qwen3ForCausalLM", "gpt2_mla": "GPT2LMHeadModel", "llama_mla": "DeepseekV3ForCausalLM",
-           "llama_mla_q": "DeepseekV3ForCausalLM"}
 CHANGES = {"gpt2": {"gelu": "exact"}, "llama": {"rope_theta": 5000.0}, "llama_mla": {"norm_eps": 1e-5}}
 RUN = {"config": {"init_from": "auto:gpt2-medium", "data": "HuggingFaceTB/smoltalk/all:2,o'w/n\"a", "max_iters": 1234},
        "iter_num": 1234, "val_loss": 2.3456, "val_iter": 1200}
@@ -38,7 +34,7 @@ def export_refused(words, *args, **settings):
     assert re.search(words, line), line
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=CLASSES)
 def exported(request, tmp_path_factory):
     """variant, the model, and the folder it was exported to; once as a user starts it."""
     variant, tmp = request.param, tmp_path_factory.mktemp(request.param)
@@ -254,11 +250,13 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path):
     (full / "run.json").write_text("{}")  # of another program
     export_refused("is not empty", checkpoint, full, overwrite=True)
     (full / "run.json").write_text('{"val_loss": 1}')  # an export
+    (full / "special_tokens_map.json").write_text("of its tokenizer")
     export_refused("is not empty.*--overwrite=True", checkpoint, full)
     export_refused("is not empty", checkpoint, tmp_path / "run", overwrite=True)
     export_refused("nowhere: not a readable checkpoint", "nowhere", tmp_path / "new")
     export(checkpoint, full, overwrite=True)
     assert sorted(file.name for file in full.glob("*.safetensors")) == ["model.safetensors", "model_mine.safetensors"]
+    assert not (full / "special_tokens_map.json").exists()
     (full / "model_mine.safetensors").unlink()
     export_refused("or that model itself", full, full, overwrite=True)
 
@@ -286,6 +284,10 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     gpt.transformer.wpe.weight.data[0, 0] = 1e5
     checkpoint = save_model(tmp_path, gpt)
     export_refused("transformer.wpe.weight.*bfloat16", checkpoint, folder, "float16")
+    other = new_gpt("llama")
+    other.config.gelu = "exact"  # as a new field would be that config_to_hf does not know, and logits do not show
+    line = error_line(export_hf.build_hf_model, other, get_tokenizer("bytes"), False)
+    assert "gelu=exact is not in the config.json of llama; if you changed model.py, describe" in line
     # changes of model.py: a soft cap, which small logits do not show, and ReLU squared in the MLP
     with monkeypatch.context() as patch:
         patch.setattr("model.compute_logits", lambda x, weight: 30 * torch.tanh(x @ weight.t() / 30))

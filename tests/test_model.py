@@ -10,7 +10,7 @@ import transformers
 
 import evaluate
 import model as model_module
-from conftest import SMALL, VARIANTS, literals, new_gpt, packed, tokens
+from conftest import CLASSES, SMALL, VARIANTS, literals, new_gpt, packed, tokens
 from export_hf import to_hf
 from import_hf import config_to_hf
 from model import GPT, IGNORE, Block, GPTConfig, linear_cross_entropy
@@ -35,7 +35,7 @@ def test_each_field_of_the_config_is_in_a_variant():
             assert name in tested, f"{field.name} is new, or its choice {name}: add a variant with it to VARIANTS"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", CLASSES)
 def test_logits_and_gradients_equal_transformers(variant):
     gpt = new_gpt(variant)
     twin = transformers_twin(gpt)

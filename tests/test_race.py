@@ -50,7 +50,7 @@ def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp
     (tmp_path / "runs" / "size" / "sparse").mkdir(parents=True)  # training lines at other steps than evaluations
     (tmp_path / "runs" / "size" / "sparse" / "log.jsonl").write_text("\n".join(map(json.dumps, (
         {"iter": 20, "tokens": 20, "seconds": 2.0}, {"iter": 25, "tokens": 25, "val_loss": 1.0},
-        {"iter": 30, "tokens": 30, "seconds": 4.0}))))
+        {"iter": 30, "tokens": 30, "seconds": 4.0}))) + '\n{"iter": 4')  # half a line, of a run that was killed
     run(f"{ROOT}/docs/race.py", f"--out_dir={tmp_path}/runs", env={})
     points = (tmp_path / "runs" / "race.csv").read_text().splitlines()
     assert [point.split(",")[:3] for point in points[1:-1]] == [

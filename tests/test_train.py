@@ -339,6 +339,15 @@ def test_mistakes_are_refused_before_a_run_is_overwritten(shards, trained, tmp_p
     assert (out_dir / "ckpt_mine.pt").exists()
 
 
+def test_a_run_that_another_one_finished_in_the_meantime_is_not_overwritten(train, trained, tmp_path):
+    out_dir = tmp_path / "o"
+    copy = f"shutil.copytree({str(trained)!r}, {str(out_dir)!r})"
+    output = train(out_dir, patch=f"import shutil, features\nfeatures.change_model = lambda *_: {copy}", code=2)
+    assert f"--out_dir={out_dir}: holds a checkpoint, ckpt.pt: resume it" in output
+    for name in ("ckpt.pt", "log.jsonl", "config.json"):
+        assert (out_dir / name).read_bytes() == (trained / name).read_bytes()
+
+
 def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     def start(stage="base", **overrides):
         config = {**defaults("train_gpt2.py"), **overrides}
@@ -514,7 +523,7 @@ def test_a_peak_is_that_of_the_card(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [2 * 4096 ** 3])  # measured: 1 FLOP/s
     for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-                        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", 1.0),
+                        ("NVIDIA H200 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", 1.0),
                         ("NVIDIA RTX A4000", 1.0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 1.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         peaks = [machine.peak_flops(torch.device("cuda:0"), dtype) for dtype in ("bfloat16", "float32")]
