@@ -164,7 +164,7 @@ def read_config_file(path):
     """The plain assignments of a config file, as a dict, without imports and _names."""
     if not (path.endswith(".py") and os.path.isfile(path)):
         fail(f"{path}: no such config file, or its name does not end in .py; write a setting as --name=value")
-    with one_line_errors(path):
+    with one_line_errors(path, errors=(Exception, SystemExit)):
         values = runpy.run_path(path)
     return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 

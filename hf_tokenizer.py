@@ -120,7 +120,9 @@ class HFTokenizer:
 
     @functools.cached_property
     def end_token(self):
-        """The id that ends an answer in the template. Raises ValueError if there is none."""
+        """The id that ends an answer in the template. Raises ValueError if there is none, or if the day decides."""
+        if "strftime_now" in str(self.chat_template) and "date_string" not in str(self.chat_template):
+            raise ValueError("the model's chat template writes today's date; put a date in place of strftime_now(...)")
         talk = [{"role": role, "content": f"the {turn} message of the {role}"}
                 for turn in ("first", "second") for role in ("user", "assistant")]
         text = self.apply_template(talk)

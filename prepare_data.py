@@ -26,7 +26,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +222,7 @@ def read_progress(folder, recipe):
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
     for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
         read_shard(folder / name, meta.get("shards", {}).get(name))
+    (folder / f"train_{meta['train shards']:06d}.bin").unlink(missing_ok=True)  # written just before a kill
     for key in ("documents", "documents skipped", "tokens", "bytes", "exhausted"):
         if not isinstance(meta[key], int):
             raise ValueError(f"its meta.json is damaged: {key} is {meta[key]!r}")
@@ -314,10 +314,14 @@ if __name__ == "__main__":
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
-            shutil.rmtree(folder / "tokenizer", ignore_errors=True)  # that of an earlier preparation
-            for name, text in getattr(encoding, "files", {}).items():
+            if tokenizer_files := getattr(encoding, "files", {}):
+                from hf_tokenizer import FILES  # not at the top: gpt2 and bytes do without it
                 (folder / "tokenizer").mkdir(exist_ok=True)
-                write_atomically(folder / "tokenizer" / name, text.encode())
+                for name in FILES:
+                    if name in tokenizer_files:
+                        write_atomically(folder / "tokenizer" / name, tokenizer_files[name].encode())
+                    else:  # that of an earlier preparation
+                        (folder / "tokenizer" / name).unlink(missing_ok=True)
             batches = read_batches(source, reader, text_column, meta["state"])
             write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
@@ -341,10 +345,11 @@ if __name__ == "__main__":
         write_jsonl(chat_path, chats)
     meta["finished"] = True
     write_meta(folder, meta)
+    out_dir = [] if dataset == "python" else [f"--out_dir=out-{folder.resolve().name}"]
     print(f"{folder}: {summary}\n"
           f"the first {recipe['val_tokens']:,} tokens are for validation; train on the rest:\n"
           f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}"
-          + shlex.join([f"--data_dir={folder}", *([] if dataset == "python" else [f"--out_dir=out-{folder.name}"])]))
+          + shlex.join([f"--data_dir={folder}", *out_dir]))
     if meta["bytes"] < 50e6 and encoding.name == "gpt2":
         print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
               "--tokenizer=bytes")

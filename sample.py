@@ -25,7 +25,7 @@ from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import describe_model, load_model, pick_max_seq_len
 from distributed import init_process, is_sharded, make_autocast, pick_dtype, print0
 from model import matmul_dtype
-from tokenizer import count_ids, encode, get_tokenizer, sanitize
+from tokenizer import count_ids, encode, get_tokenizer, has_template, sanitize
 
 
 @torch.no_grad()
@@ -269,6 +269,9 @@ if __name__ == "__main__":
                     print(f"(not understood: {error})")
                     del messages[-1]
                     continue
-                messages.append({"role": "assistant", "content": write("model: ", ids, len(messages) // 2)})
+                answer = write("model: ", ids, len(messages) // 2)
+                if has_template(tokenizer):  # which may itself write the space that answers begin with
+                    answer = answer.strip()
+                messages.append({"role": "assistant", "content": answer})
             if text:
                 break

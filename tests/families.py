@@ -172,9 +172,10 @@ def write_family(family, folder, dtype=torch.float32):
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
-    model.save_pretrained(folder, max_shard_size="100KB")
     special = [token for token in (*more, bos, eos) if token]
     tokenizer = train_bpe(600 if bos != "<s>" else 620, list(dict.fromkeys(special)), bos == "<s>")
+    model.generation_config.eos_token_id = eos and tokenizer.token_to_id(eos)  # not the class's default
+    model.save_pretrained(folder, max_shard_size="100KB")
     tokenizer.save(f"{folder}/tokenizer.json")
     names = {"bos_token": bos, "eos_token": eos and {"__type": "AddedToken", "content": eos}}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}

@@ -28,6 +28,13 @@ def test_attention_in_blocks_is_attention(masked, kv_heads, value_width):
     assert not torch.equal(results[0][0], results[1][0])  # the blocks have float32 scores: so it was them
 
 
+def test_dropout_is_not_lost_and_float16_does_not_overflow():
+    attention, x = torch.compile(attend_in_blocks, backend="eager"), torch.ones(1, 8, 1, 64)
+    assert (attention(x, x, x, None, 0.5) != 1).any()
+    x = 40 * x.half()
+    assert (attention(x, x, x, None, 0.0) == 40).all()
+
+
 def attention_of(device, options):
     """What a model attends with after change_model."""
     gpt, config = small_gpt("llama"), {"teacher": None, "fsdp": False}

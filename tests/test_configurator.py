@@ -220,7 +220,7 @@ def test_an_error_in_a_file_is_named(script):
     for source, words in (("steps = 5\nrate = = 2", "SyntaxError: invalid syntax (a.py, line 2)"),
                           ("  rate = 2", "IndentationError"), ("steps = 1 / 0", "ZeroDivisionError: division by zero"),
                           ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-                          ("raise ValueError('two\\nlines')", "two lines")):
+                          ("raise ValueError('two\\nlines')", "two lines"), ("exit(0)", "SystemExit: 0")):
         Path("a.py").write_text(source)
         assert f"a.py: {words}" in refusal(script, "a.py", "--steps=5")
 

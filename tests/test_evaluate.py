@@ -250,6 +250,8 @@ def test_answers_are_generated_until_the_model_stops(tmp_path):
     table = chain([ord(":"), END], [ord("7"), eot])
     table[ord(":"), ord("7")] = 20.0
     assert score(bigram_model(table), BYTES, "base", examples)["examples"][0]["text"] == "7"
+    table = chain([ord(":"), ord("7"), eot]) / 30  # greedy, however unsure the model is
+    assert score(bigram_model(table), BYTES, "base", examples)["examples"][0]["text"] == "7"
     # prompt and answer longer than the model, 26, 36 and 28 ids read: answered, and counted
     for max_seq_len, truncated in ((28, 1), (27, 2)):
         model = bigram_model(chain([ord(":"), ord("4"), ord("2"), eot]), max_seq_len)
@@ -344,19 +346,25 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
     for ranks in (1, 2):
         outputs.append(run("evaluate.py", f"--checkpoint={checkpoint}", "--tasks=arc_easy,mmlu,gsm8k",
                            f"--task_dir={tasks}", f"--data_dir={shards}", "--eval_iters=3", "--batch_size=3",
-                           "--max_new_tokens=5", f"--output={files[ranks - 1]}", "--device=cpu", ranks=ranks))
+                           "--max_seq_len=16", "--max_problems=8", "--max_new_tokens=5",
+                           f"--output={files[ranks - 1]}", "--device=cpu", ranks=ranks))
     one, two = (json.loads(path.read_text()) for path in files)
-    assert one.pop("validation") == pytest.approx(two.pop("validation"), rel=1e-6)
+    validation = one.pop("validation")
+    assert validation == pytest.approx(two.pop("validation"), rel=1e-6)
     assert one == two and one["arc_easy"]["truncated"] > 0  # to the bit
     assert (one["checkpoint"], one["stage"], one["iter_num"]) == (str(checkpoint), "base", 7)
     assert [answer["where"] for answer in one["arc_easy"]["examples"]] == [
-        f"{tasks}/arc_easy/test.jsonl, line {i + 1}" for i in range(9)]
+        f"{tasks}/arc_easy/test.jsonl, line {i + 1}" for i in range(8)]
     for output in outputs:
         assert "base model, gpt2" in output and "step 7, val loss 1.2500 at step 5" in output
         for task in ("arc_easy", "mmlu", "gsm8k"):
             assert output.count(format_result(task, one[task])) == 1
-    rows = TokenDataset(shards, "val", 32)
-    loss, bits_per_byte = validation_loss(random_model(max_seq_len=32).eval(), rows, 9, 1, torch.device("cpu"), 0, 1)
+    model, rows = random_model(max_seq_len=32).eval(), TokenDataset(shards, "val", 16)
+    examples = load_examples("gsm8k", BYTES, "base", tasks)
+    answers = score(model, BYTES, "base", examples, max_new_tokens=5)["examples"]
+    assert [answer["text"] for answer in one["gsm8k"]["examples"]] == [answer["text"] for answer in answers]
+    loss, bits_per_byte = validation_loss(model, rows, 9, 1, torch.device("cpu"), 0, 1)
+    assert (validation["val_loss"], validation["val_bpb"]) == pytest.approx((loss, bits_per_byte), rel=1e-4)
     expected = f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits_per_byte:.4f} bits per byte, over 9 of"
     assert expected in outputs[0] and expected in outputs[1]
 
@@ -429,8 +437,13 @@ def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, monkeypatch):
     assert "/sums/validation.jsonl" in failure("sums", tmp_path)  # a task of one's own
 
     datasets = pytest.importorskip("datasets")
-    hub = {("Rowan/hellaswag", None, "validation"): [{"ctx": "q", "endings": ["a"], "label": "0"}]}
+    hub = {("Rowan/hellaswag", None, "validation"): [{"ctx": "q", "endings": ["a"], "label": "0"}],
+           ("allenai/ai2_arc", "ARC-Easy", "test"): [arc("q", ["a"], 0)],
+           ("allenai/ai2_arc", "ARC-Challenge", "test"): [arc("q", ["a"], 0)],
+           ("cais/mmlu", "all", "test"): [mmlu("q", ["a"], 0)], ("openai/gsm8k", "main", "test"): [gsm8k("q", 1)]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, configuration, split: hub[name, configuration, split])
-    assert load_examples("hellaswag", BYTES, "base")[0]["where"] == "Rowan/hellaswag, row 0"
+    for task, (name, *_) in zip(TASKS, hub):
+        assert load_examples(task, BYTES, "base")[0]["where"] == f"{name}, row 0"
+    del hub["openai/gsm8k", "main", "test"]
     error = failure("gsm8k")
     assert "error: task 'gsm8k', --task_dir=None: KeyError" in error and "openai/gsm8k" in error

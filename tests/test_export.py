@@ -1,5 +1,6 @@
 """Exported folders, opened by transformers alone, and read back here."""
 import json
+import math
 import re
 import sys
 from dataclasses import asdict
@@ -70,6 +71,7 @@ def test_transformers_has_the_same_logits_and_greedy_text(exported):
     prompt = tokens(1, 20, seed=3) % 256
     ours = [token for token, in generate(gpt, [prompt[0].tolist()], 32, temperature=0, n_vocab=261)]
     assert theirs.generation_config.eos_token_id == [260, 256]  # <|end|>, <|endoftext|>
+    assert theirs.generation_config.suppress_tokens == list(range(261, 384))  # no chat token: they end an answer
     # the row of a padding_idx gets no gradient, and each text begins with this token
     assert theirs.generation_config.pad_token_id == 256 and theirs.get_input_embeddings().padding_idx is None
     theirs.generation_config.eos_token_id = None
@@ -167,6 +169,7 @@ def test_special_tokens_have_our_ids(exported_tokenizer):
     ours, theirs = exported_tokenizer
     expected = {"<|endoftext|>": ours.eot_token, **{f"<|{name}|>": i for name, i in chat_tokens(ours).items()}}
     assert theirs.get_added_vocab() == expected and len(theirs) == ours.n_vocab + 4
+    assert theirs.model_max_length == 48
     assert theirs.bos_token_id == theirs.pad_token_id == ours.eot_token and theirs.eos_token_id == expected["<|end|>"]
     for text, i in expected.items():
         assert theirs(text)["input_ids"] == [i] and theirs.decode([i]) == text
@@ -218,11 +221,15 @@ def test_a_base_model_ends_with_the_document_and_has_no_chat_template(tmp_path):
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "apply_chat_template" not in card and 'tokenizer("<|endoftext|>Once upon a time", add_special' in card
     theirs, generation = (kind.from_pretrained(tmp_path / "hf") for kind in (AutoTokenizer, GenerationConfig))
-    assert theirs.eos_token_id == generation.eos_token_id == 256 and theirs.chat_template is None
+    assert theirs.eos_token_id == generation.eos_token_id == generation.bos_token_id == 256
+    assert theirs.chat_template is None
     config = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     assert config["model_input_names"] == ["input_ids", "attention_mask"]  # transformers 4: no token_type_ids
     assert generation.suppress_tokens == list(range(257, 384))
     assert load_checkpoint(tmp_path / "hf")["stage"] == "base"
+    run_json = tmp_path / "hf" / "run.json"
+    run_json.write_text(run_json.read_text().replace("2.5", "null"))  # what JSON tools make of NaN
+    assert math.isnan(load_checkpoint(tmp_path / "hf")["val_loss"])
 
 
 # -----------------------------------------------------------------------------

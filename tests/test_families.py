@@ -21,7 +21,7 @@ from families import FAMILIES, write_family
 from hf_tokenizer import HFTokenizer, read_files
 from import_hf import config_from_hf
 from model import rotary_table
-from sample import generate
+from sample import generate, generation_limits
 from tokenizer import encode, get_tokenizer
 
 TALKS = [turns("What is a shard?", "the tokens of a file."),
@@ -169,6 +169,13 @@ def test_chat_tokens_are_not_added_where_an_export_would_have_other_ids(special,
     assert "no room for our chat tokens" in error_line(check_chat_format, "model", tokenizer, 2000)
 
 
+def test_a_text_begins_and_ends_with_the_tokens_of_its_family(family):
+    name, _, _, tokenizer = family
+    _, _, bos, eos, more = FAMILIES[name]
+    assert tokenizer.special[tokenizer.eot_token] == ("<|endoftext|>" if "<|endoftext|>" in more else bos)
+    assert tokenizer.bpe.token_to_id(eos) in tokenizer.stop_ids
+
+
 def test_bytes_of_ids_are_those_of_the_text(family):
     """So bits per byte are right, and text that is printed id by id is whole."""
     _, _, _, tokenizer = family
@@ -201,7 +208,8 @@ def test_a_tuned_model_leaves_as_it_came(family, flags, talks, tmp_path):
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = reference.apply_chat_template(TALKS[0], tokenize=False, date_string="26 Jul 2024")
     assert reference(text, add_special_tokens=False)["input_ids"] == render_chat(tokenizer, TALKS[0])[0]
-    assert chat_tokens(tokenizer)["end"] in np.ravel(exported.generation_config.eos_token_id)
+    ends = {*np.ravel(exported.generation_config.eos_token_id).tolist()}
+    assert ends == {chat_tokens(tokenizer)["end"], *tokenizer.stop_ids}
 
 
 def test_packed_rows_equal_padded_ones_and_resumed_runs_uninterrupted_ones(qwen3, talks, tmp_path):
@@ -343,6 +351,8 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path)
     template = (qwen3 / "chat_template.jinja").read_text()
     tokenizer = HFTokenizer(read_files(changed(chat_template__jinja=None)))
     assert "its vocabulary no room" in error_line(check_chat_format, "model", tokenizer, tokenizer.n_vocab + 3)
+    dated = HFTokenizer(read_files(changed(chat_template__jinja=template + "{{ strftime_now('%Y') }}")))
+    assert "writes today's date" in error_line(check_chat_format, "model", dated, 640)
     assert "does not end it with a special token" in tune(
         changed(chat_template__jinja=template.replace("<|im_end|>", "[end]")))
     failing = changed(chat_template__jinja="{{ raise_exception('no') }}")
@@ -444,6 +454,33 @@ def test_a_template_that_prompts_for_thoughts_trains_the_last_answer(qwen3):
         render_chat(tokenizer, turns("a", "b"))
 
 
+def test_a_text_is_neither_cut_off_nor_padded(qwen3):
+    files, text = read_files(qwen3), "one two three four five six"
+    bpe = Tokenizer.from_str(files["tokenizer.json"])
+    for change in (lambda: bpe.enable_truncation(4), lambda: bpe.enable_padding(length=99)):
+        change()
+        tokenizer = HFTokenizer({**files, "tokenizer.json": bpe.to_str()})
+        assert tokenizer.encode_ordinary(text) == HFTokenizer(files).encode_ordinary(text)
+        bpe.no_truncation()
+
+
+def test_a_template_in_its_own_file_comes_first(qwen3):
+    """As in transformers."""
+    files = read_files(qwen3)
+    settings = {**json.loads(files["tokenizer_config.json"]), "chat_template": "another"}
+    tokenizer = HFTokenizer({**files, "tokenizer_config.json": json.dumps(settings)})
+    assert tokenizer.chat_template == files["chat_template.jinja"]
+
+
+def test_what_splits_text_otherwise_has_another_name(qwen3):
+    """So that its shards are not taken for those of this one."""
+    files = read_files(qwen3)
+    content = json.loads(files["tokenizer.json"])
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    assert len({HFTokenizer({**files, "tokenizer.json": json.dumps({**content, **change})}).name
+                for change in ({}, {"normalizer": None}, {"pre_tokenizer": whole})}) == 3
+
+
 def test_a_special_token_beyond_the_vocabulary_is_left_out(qwen3, tmp_path):
     """As the padding of Llama 2's fine-tunes; one that is not special is refused."""
     shutil.copytree(qwen3, tmp_path / "model")
@@ -456,6 +493,16 @@ def test_a_special_token_beyond_the_vocabulary_is_left_out(qwen3, tmp_path):
     tokenizer.bpe.add_tokens(["zebra"])
     tokenizer.bpe.save(f"{tmp_path}/model/tokenizer.json")
     assert "its tokenizer has" in error_line(load_checkpoint, tmp_path / "model")
+
+
+def test_a_special_token_is_not_typed_where_its_neighbours_would_get_other_ids(tmp_path):
+    write_family("llama2", tmp_path)
+    bpe = HFTokenizer(read_files(tmp_path)).bpe
+    bpe.normalizer, bpe.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = HFTokenizer({**read_files(tmp_path), "tokenizer.json": bpe.to_str()})
+    render_chat(tokenizer, turns("a", "b"))
+    with pytest.raises(ValueError, match="which this tokenizer cannot encode as text"):
+        render_chat(tokenizer, turns("a</s>b", "c"))
 
 
 def test_special_tokens_may_spell_sentencepieces_space(tmp_path):
@@ -472,7 +519,8 @@ def test_a_text_ends_where_generation_config_says(qwen3):
     files = read_files(qwen3)
     special = HFTokenizer(files).special
     files["generation_config.json"] = json.dumps({"eos_token_id": [*special, 10 ** 6]})
-    assert HFTokenizer(files).stop_ids == special.keys()
+    tokenizer = HFTokenizer(files)
+    assert tokenizer.stop_ids == special.keys() == {*generation_limits(tokenizer, chat=False)["stop_ids"]}
 
 
 def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):

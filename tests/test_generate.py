@@ -12,7 +12,7 @@ from compiling import graphs_compiled
 from conftest import GPU, VARIANTS, Program, needs_gpu, new_gpt, patched, refused, run, save_model, tokens
 from model import GPT, GPTConfig
 from sample import compile_step, generate, generation_limits, sample_hook, sample_logits
-from tokenizer import get_tokenizer
+from tokenizer import get_tokenizer, sanitize
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 1], [300], [12, 13, 14]]
 
@@ -277,6 +277,18 @@ def test_no_escape_sequence_of_a_prompt_or_a_checkpoint_reaches_the_terminal(tmp
     checkpoint = save_model(tmp_path, new_gpt("llama"), stage="base\x1b[2J")
     output = sample(checkpoint, f"--prompt=FILE:{tmp_path}/prompt.txt", "--max_new_tokens=1")
     assert "base\ufffd[2J model" in output and "\nred \ufffd[31m" in output and "\x1b" not in output
+
+
+def test_each_setting_reaches_the_sampler(saved):
+    settings = dict(temperature=1.2, top_k=20, top_p=0.95, min_p=0.3)
+    output = sample(saved["base"], "--prompt=cat", "--seed=0", "--max_seq_len=16", "--max_new_tokens=40",
+                    *[f"--{name}={value}" for name, value in settings.items()])
+    gpt, tokenizer = new_lively_gpt("qwen3"), get_tokenizer("bytes")
+    gpt.config.max_seq_len = 16
+    torch.manual_seed(0)
+    new = generate(gpt, [[256, *b"cat"]], 40, **settings, **generation_limits(tokenizer, chat=False))
+    text = sanitize("cat" + tokenizer.decode([token for token, in new]))
+    assert samples(output) == [f"1\n{text}"] and len(text) > 30
 
 
 @pytest.mark.slow

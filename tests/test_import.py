@@ -3,6 +3,7 @@ import json
 import math
 import re
 import sys
+from fnmatch import fnmatch
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from checkpoint import describe_model, load_checkpoint, load_model
 from conftest import TINY, error_line, load, new_gpt, read_log, refused, run, save_model, tokens
 from export_hf import to_hf, tokenizer_to_hf
+from hf_tokenizer import FILES
 from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf, import_transformers
 from tokenizer import get_tokenizer
 
@@ -71,7 +73,9 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch):
     new_gpt2().save_pretrained(tmp_path / "hub")
     asked = []
 
-    def fetch(repo, **_):
+    def fetch(repo, allow_patterns):
+        for name in (*FILES, "config.json", "model.safetensors", "model-00001-of-00002.safetensors"):
+            assert any(fnmatch(name, pattern) for pattern in allow_patterns), name
         asked.append(repo)
         if len(asked) > 4:
             raise LocalEntryNotFoundError("no network")
@@ -88,6 +92,14 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch):
     load_refused("gpt2", "openai-community/gpt2 has no safetensors on the hub")
     (tmp_path / "hub/adapter_config.json").touch()
     load_refused(tmp_path / "hub", "it holds PEFT's adapters; merge them")
+
+
+def test_weights_that_are_finer_than_config_json_says_are_not_rounded(tmp_path):
+    theirs = new_gpt2()
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    load_with_logits_of(theirs, tmp_path)
 
 
 @pytest.mark.parametrize("rope", [

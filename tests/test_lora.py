@@ -56,6 +56,8 @@ def test_it_starts_as_the_base_and_its_gradients_are_those_of_the_formula(varian
     linears = [m for m in gpt.transformer.h.modules() if isinstance(m, torch.nn.Linear)]
     n_trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert n_trained == sum(3 * (m.in_features + m.out_features) for m in linears)
+    for A in [p for name, p in adapted.named_parameters() if name.endswith("lora_A")]:
+        assert 0.8 < A.abs().max() * A.size(1) ** 0.5 < 1  # uniform up to 1 / sqrt(in), as in the paper's code
     gpt, adapted = with_adapters(variant)
     adapted(tokens(seed=1), tokens(seed=2)).backward()
     adapters = {name: p.detach().clone().requires_grad_() for name, p in adapted.named_parameters()
@@ -236,7 +238,7 @@ def tuning(folder, seed):
     """A base model in folder/base, and the Checkpointer of a LoRA run on it in folder/tuned."""
     gpt = new_gpt("llama", seed, n_layer=1)
     write_checkpoint(folder / "base", load_checkpoint(save_model(folder / "scratch", gpt, stage="base")))
-    config = {"optimizer": "adamw", "lora_rank": 2, "lora_alpha": 4.0, "lora_targets": "all", "lora_dropout": 0.0,
+    config = {"optimizer": "adamw", "lora_rank": 2, "lora_alpha": 4.0, "lora_targets": "all", "lora_dropout": 0.25,
               "seed": 1, "out_dir": str(folder / "tuned")}
     lora = Lora(gpt, config, "float32", load_checkpoint(folder / "base"), resuming=False)
     facts = {"model_args": asdict(gpt.config), "config": config, "tokenizer": "bytes", "stage": "chat", "data": ""}
@@ -245,7 +247,9 @@ def tuning(folder, seed):
 
 def test_what_trains_besides_the_adapters_is_loaded_with_them(tmp_path):
     checkpointer = tuning(tmp_path, 0)
-    torch.nn.init.constant_(checkpointer.state["model"].model.transformer.ln_f.weight.requires_grad_(True), 7.0)
+    transformer = checkpointer.state["model"].model.transformer
+    assert transformer.h[0].mlp.up_proj.drop.p == 0.25
+    torch.nn.init.constant_(transformer.ln_f.weight.requires_grad_(True), 7.0)
     checkpointer.save(0)
     assert (load_checkpoint(tmp_path / "tuned")["model"]["transformer.ln_f.weight"] == 7).all()
 

@@ -53,6 +53,14 @@ def test_logits_and_gradients_equal_transformers(variant):
         assert (p.grad - gradients[name]).abs().max() < 1e-4 * max(1, p.grad.abs().max()), name
 
 
+def test_small_latents_of_mla_show_the_eps_of_their_norms():
+    gpt = new_gpt("llama_mla_q")
+    for block in gpt.transformer.h:
+        block.attn.q_a_proj.weight.data *= 1e-3
+        block.attn.kv_a_proj_with_mqa.weight.data *= 1e-3
+    assert (gpt(tokens()) - transformers_twin(gpt)(tokens()).logits).abs().max() < 1e-4
+
+
 def test_a_normalized_embedding_is_exported_as_a_plain_one():
     gpt = new_gpt("qwen3", embed_norm=True)
     gpt.transformer.wte.weight.data *= 3
@@ -87,6 +95,9 @@ def test_initial_weights_have_the_stated_spread():
         stds = {name: p.std().item() for name, p in gpt.state_dict().items()}
         assert stds["transformer.wte.weight"] == pytest.approx(0.02, rel=0.05) == stds["lm_head.weight"]
         assert stds[f"transformer.h.1.{scaled}.weight"] == pytest.approx(0.02 / math.sqrt(2 * 3), rel=0.05)
+        assert variant != "gpt2" or stds["transformer.wpe.weight"] == pytest.approx(0.01, rel=0.05)
+    gpt = GPT(GPTConfig(**{**SMALL, "arch": "llama", "embed_norm": True}))
+    assert gpt.transformer.wte.weight.std().item() == pytest.approx(1, rel=0.05)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -175,8 +186,9 @@ def test_recompute_runs_each_block_again_in_backward_and_changes_no_gradient(mon
     assert all(map(torch.equal, *gradients.values()))
 
 
-def test_dropout_is_off_in_validation_and_on_in_training():
-    gpt = new_gpt("gpt2", dropout=0.5)
+@pytest.mark.parametrize("variant", ["gpt2", "llama_mla"])
+def test_dropout_is_off_in_validation_and_on_in_training(variant):
+    gpt = new_gpt(variant, dropout=0.5)
     idx = tokens()
     assert torch.equal(gpt.eval()(idx), gpt(idx))
     assert not torch.equal(gpt.train()(idx), gpt(idx))
@@ -211,6 +223,11 @@ def test_more_tokens_than_positions_are_refused():
         new_gpt("llama")(tokens(length=49))
 
 
-def test_no_derived_size_is_zero_at_the_smallest_width():
+def test_derived_sizes():
+    """And none is zero at the smallest width."""
+    assert GPTConfig().intermediate_size == 4 * 768 and GPTConfig(arch="llama").intermediate_size == 8 * 768 / 3
+    config = GPTConfig(arch="llama", attention="mla")
+    assert (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (
+        128, 32, 32, 64) and config.norm_eps == 1e-6  # DeepSeek's
     config = GPTConfig(n_head=1, n_embd=1, attention="mla")
     assert config.kv_lora_rank == config.qk_nope_head_dim == config.v_head_dim == 1

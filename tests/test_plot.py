@@ -13,7 +13,7 @@ def out_dir(tmp_path):
     """A folder with the log of a run that was killed and resumed, and damaged."""
     lines = [dict(iter=i, tokens=100 * i, train_loss=5.0 - i, lr=1e-3) for i in (1, 2, 3, 4)]
     lines += [dict(iter=2, tokens=200, event="resume"), dict(iter=3, tokens=300, train_loss=2.5, lr=1e-3)]
-    damage = b'null\n5\n{"tokens": "x"}\n{"event": ["x"], "tokens": 3}\n\xff\x00\n{"iter": 4, "tok'
+    damage = b'null\n5\n{"iter": 9}\n{"tokens": "x"}\n{"event": ["x"], "tokens": 3}\n\xff\x00\n{"iter": 4, "tok'
     (tmp_path / "log.jsonl").write_bytes("".join(json.dumps(line) + "\n" for line in lines).encode() + damage)
     return tmp_path
 
@@ -43,6 +43,15 @@ def test_a_damaged_log_is_drawn_and_one_that_cannot_be_does_not_end_the_run(out_
         f.write('\n{"tokens": 7, "val_loss": {"a": 1}}\n')
     assert hook(5, False) == {}
     assert capsys.readouterr().out.count(f"{out_dir}/loss.png is not drawn") == 1
+
+
+def test_each_curve_is_over_tokens_and_beside_those_of_its_kind(out_dir, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plot.Figure, "savefig", lambda figure, _: figures.append(figure))
+    plot.draw(out_dir / "log.jsonl", "unused")
+    loss, lr, *_ = [{line.get_label(): line.get_xydata().tolist() for line in ax.lines} for ax in figures[0].axes]
+    assert loss == {"train loss (nats per token)": [[100, 4.0], [200, 3.0], [300, 2.5]], "val loss": []}
+    assert lr == {"learning rate": [[100, 1e-3], [200, 1e-3], [300, 1e-3]]}
 
 
 def test_a_run_does_without_matplotlib_and_says_so(out_dir, monkeypatch, capsys):

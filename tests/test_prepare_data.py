@@ -165,12 +165,20 @@ def test_the_shards_hold_the_documents_and_meta_counts_them(sources):
 
 def test_each_file_is_read_once_and_empty_documents_are_skipped(tmp_path):
     (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(jsonl(["", None, *DOCUMENTS[:100], None])))
-    (tmp_path / "y.jsonl").write_bytes(jsonl(["", *DOCUMENTS[100:130]]))
-    printed = prepare(tmp_path, "--files=z.jsonl.gz, y.jsonl,*.jsonl", "--tokenizer=bytes")
+    (tmp_path / "in/deep").mkdir(parents=True)
+    (tmp_path / "in/deep/y.jsonl").write_bytes(jsonl(["", *DOCUMENTS[100:130]]))
+    printed = prepare(tmp_path, "--files=z.jsonl.gz, in/deep/y.jsonl,**/*.jsonl", "--tokenizer=bytes")
     assert "4 documents skipped" in printed and "130 documents" in printed
     assert all_tokens(tmp_path / "data/files") == bytes_tokens(DOCUMENTS[100:130] + DOCUMENTS[:100])
-    n_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.jsonl*"))
+    n_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl*"))
     assert len(shard_tokens(tmp_path / "data/files", "val")[0]) == n_bytes // 10  # the default
+
+
+def test_a_data_set_of_the_hub_is_read_in_the_configuration_and_split_that_meta_names():
+    fineweb = "HuggingFaceFW/fineweb-edu"
+    for name, config, found in (fineweb, None, "sample-10BT"), (fineweb, "CC-2024", "CC-2024"), ("a/b", None, None):
+        assert find_source(None, name, config, "test") == (
+            {"dataset": name, "config": found, "split": "test"}, {"path": name, "name": found, "split": "test"})
 
 
 def test_zst_needs_no_other_package_and_a_truncated_file_is_refused(tmp_path):
@@ -206,6 +214,11 @@ def test_one_document_is_enough_and_its_tokens_are_gpt2s(tmp_path, gpt2_vocabula
     prepare(tmp_path, "--files=a.txt", "--data_dir=out", "--val_tokens=50")
     assert all_tokens(tmp_path / "out") == [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
     assert read_meta(tmp_path / "out").items() > {"tokenizer": "gpt2", "vocab_size": 50304, "bytes": len(text)}.items()
+    prepare(tmp_path, "--files=a.txt", "--data_dir=default")
+    assert len(shard_tokens(tmp_path / "default", "val")[0]) == len(text) // 40
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 1_100_000, "id": "y" * 10_000_000}]))
+    prepare(tmp_path, "--files=a.json", "--data_dir=large", "--tokenizer=bytes")
+    assert len(shard_tokens(tmp_path / "large", "val")[0]) == 2 ** 20
 
 
 def test_what_else_rows_hold_does_not_matter(tmp_path):
@@ -339,6 +352,10 @@ def test_killed_between_two_renames_makes_the_same_bytes(sources, tmp_path, sour
         known = json.loads((data_dir / "meta.json").read_text())["tokens"]
         assert bool(known) == (n > 3)
         assert "its preparation was interrupted" in error_line(read_meta, data_dir)
+        if known:  # a shard that meta.json does not record does not stay
+            prepare(sources, *command, f"--max_tokens={known}")
+            assert {path.name for path in data_dir.glob("*.bin")} == json.loads(
+                (data_dir / "meta.json").read_text())["shards"].keys()
         printed = prepare(sources, *command)
         assert (f"after {known:,} tokens in complete shards" if n < 14 else "prepared already") in printed
         assert contents(data_dir) == contents(sources / "undisturbed")
@@ -346,7 +363,7 @@ def test_killed_between_two_renames_makes_the_same_bytes(sources, tmp_path, sour
 
 def test_a_larger_max_tokens_adds_shards_and_changes_none(sources):
     args, folder = [*PARQUET, "--data_dir=raised"], sources / "raised"
-    prepare(sources, *args, "--max_tokens=20000")
+    prepare(sources, *args, f"--max_tokens={len(bytes_tokens(DOCUMENTS[:64]))}")  # exactly
     meta, before = contents(folder)
     assert all_tokens(folder) == bytes_tokens(DOCUMENTS[:64]) and meta["tokens"] == len(all_tokens(folder))
     for max_tokens in (9000, meta["tokens"]):
@@ -447,6 +464,8 @@ def test_a_folder_of_the_version_before(prepared):
 
 def test_a_tokenizer_leaves_no_file_behind_for_the_next_one(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "p/tokenizer").mkdir(parents=True)
+    (tmp_path / "p/tokenizer/mine.txt").touch()  # of a user
     for i, names in enumerate([("tokenizer.json", "chat_template.jinja"), ("tokenizer.json",)]):
         for name in names:
             (tmp_path / f"t{i}").mkdir(exist_ok=True)
@@ -454,10 +473,24 @@ def test_a_tokenizer_leaves_no_file_behind_for_the_next_one(tmp_path):
             bpe.train_from_iterator(["a"], special_tokens=["<|endoftext|>"])
             (tmp_path / f"t{i}" / name).write_text(bpe.to_str() if name.endswith("json") else "{{ messages }}")
         prepare(tmp_path, "--files=a.txt", f"--tokenizer=t{i}", "--val_tokens=50", "--data_dir=p")
-        assert sorted(path.name for path in (tmp_path / "p/tokenizer").iterdir()) == sorted(names)
+        assert {path.name for path in (tmp_path / "p/tokenizer").iterdir()} == {*names, "mine.txt"}
         for path in [*(tmp_path / "p").glob("*.bin"), tmp_path / "p/meta.json"]:
             path.unlink()
     assert "tokenizer=''" in refusal(tmp_path, "--files=a.txt", "--tokenizer=", "--data_dir=q")
+
+
+def test_a_tokenizer_with_another_separator_does_not_add_to_a_folder(tmp_path):
+    """It splits text alike, so it has the same name."""
+    (tmp_path / "a.txt").write_text("text " * 100)
+    command = ["--files=a.txt", "--tokenizer=t", "--val_tokens=50", "--data_dir=p"]
+    for special in (["<|endoftext|>"], ["<|pad|>", "<|endoftext|>"]):
+        bpe = tokenizers.ByteLevelBPETokenizer()
+        bpe.train_from_iterator(["a"])
+        bpe.add_special_tokens(special)
+        (tmp_path / "t").mkdir(exist_ok=True)
+        (tmp_path / "t/tokenizer.json").write_text(bpe.to_str())
+        code, output = run_script(tmp_path, *command)
+    assert code == 2 and "prepared with another beginning" in output
 
 
 def test_two_runs_do_not_write_to_one_folder(sources):

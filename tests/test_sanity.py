@@ -62,7 +62,7 @@ def test_what_keeps_a_model_from_learning_is_named(capsys):
     problems, _, _ = check(gpt, capsys)
     assert any("transformer.wte.weight: nan" in line for line in problems)
     gpt = tiny_gpt()
-    gpt.transformer.wte.weight.data.mul_(100)
+    gpt.transformer.wte.weight.data.mul_(10)
     problems, _, _ = check(gpt, capsys)
     assert "the first loss is" in problems[0]
     for mask, words in ((torch.eye(8), "ignores all earlier positions: [0]"),
@@ -87,6 +87,7 @@ def test_each_step_trains_on_the_weights_of_the_one_before(capsys, dtype):
 
 
 def test_a_wide_model_and_one_with_matrices_in_bfloat16_have_no_problem(capsys):
+    torch.manual_seed(2)  # of 16 tokens the mean loss is random by some percent
     gpt = GPT(GPTConfig(n_layer=1, n_head=8, n_embd=2048, max_seq_len=8, vocab_size=384, intermediate_size=64))
     gpt.requires_grad_(False).transformer.h.requires_grad_(True)
     problems, *_ = check(gpt, capsys, [*gpt.transformer.h.parameters()], lr=1e-4)

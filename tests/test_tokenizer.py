@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import error_line
-from chat_format import chat_tokens, decode_chat
-from tokenizer import encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
+from chat_format import chat_tokens, check_chat_format, decode_chat
+from tokenizer import count_ids, encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
 
 PIECES = list("abcdefgh  \n\t\"\\,") + ["é", "漢", "🙂", "\0", "the ", "<|endoftext|>", "<|user|>"]
 rng = random.Random(0)
@@ -43,6 +43,7 @@ def test_decode_chat_spells_out_special_tokens_and_padding(tokenizer):
     end = chat_tokens(tokenizer)["end"]
     ids = [tokenizer.eot_token, *encode(tokenizer, "é"), end, padded_vocab_size(tokenizer) - 1]
     assert decode_chat(tokenizer, ids) == "<|endoftext|>é<|end|><|padding|>"
+    check_chat_format("a vocabulary with just enough room", tokenizer, count_ids(tokenizer))
 
 
 def test_sanitize_keeps_text_and_drops_control_characters():

@@ -78,18 +78,28 @@ def test_a_run_is_named_after_its_folder_and_its_project_is_the_environments(mon
         assert (settings["name"], settings["project"]) == ("name", project)
 
 
+def test_tensorboard_gets_the_numbers_alone(monkeypatch, tmp_path):
+    scalars = []
+    writer = SimpleNamespace(add_scalar=lambda *values: scalars.append(values), flush=lambda: None)
+    module = SimpleNamespace(SummaryWriter=lambda *_, **__: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    new_trackers(tmp_path, wandb_log=False, tensorboard=True)({"iter": 3, "val_loss": 2.5, "shape": [2, 64]})
+    assert scalars == [("val/loss", 2.5, 3)]
+
+
 def test_one_that_is_missing_or_fails_is_a_warning_and_off(monkeypatch, tmp_path, capsys):
     for module in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)  # not installed
-    trackers, calls = new_trackers(tmp_path, tensorboard=True), []
+    trackers, calls, others = new_trackers(tmp_path, tensorboard=True), [], []
 
     def failing(values):
         calls.append(values)
         1 / 0
 
-    trackers.services.append(failing)
+    trackers.services += [failing, others.append]
     trackers({"iter": 1})
     trackers({"iter": 2})
     output = capsys.readouterr().out
     assert output.count("WARNING: no Weights & Biases (ModuleNotFoundError: ") == 1 == output.count("no TensorBoard (")
-    assert calls == [{"iter": 1}] and output.count("WARNING: a tracker failed") == 1
+    assert calls == [{"iter": 1}] and others == [{"iter": 1}, {"iter": 2}]
+    assert output.count("WARNING: a tracker failed") == 1
