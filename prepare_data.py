@@ -51,8 +51,8 @@ KINDS = (".parquet", ".jsonl", ".json", ".txt")  # of local files; the last thre
 
 def find_source(files, dataset, dataset_config, dataset_split):
     """
-    Returns the source as meta.json records it, and the arguments of load_dataset that read it, {} if it is not on the
-    hub. Raises an error if a file is missing, or if the files are not of one kind.
+    Returns the source as meta.json records it: files, a data set of the hub, or python. Raises an error if a file is
+    missing, or if the files are not of one kind.
     """
     if files is not None:
         paths = sorted({path for pattern in files.split(",")
@@ -61,12 +61,11 @@ def find_source(files, dataset, dataset_config, dataset_split):
         kinds = {*map(kind_of, paths)}
         if len(kinds) > 1 or not kinds < {*KINDS}:
             raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
-        return source, {}
+        return source
     if dataset == "python":
-        return {"dataset": dataset, "version": sys.version.split()[0]}, {}
-    name = dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)
-    return ({"dataset": dataset, "config": name, "split": dataset_split},
-            {"path": dataset, "name": name, "split": dataset_split})
+        return {"dataset": dataset, "version": sys.version.split()[0]}
+    return {"dataset": dataset, "split": dataset_split,
+            "config": dataset_config or ("sample-10BT" if dataset == "HuggingFaceFW/fineweb-edu" else None)}
 
 
 def kind_of(path):
@@ -129,12 +128,15 @@ def read_documents(paths, column):
             raise ValueError(f"{path}: {format_error(error)}")
 
 
-def read_batches(source, reader, column, state):
-    """Yields 64 documents and the state of the source after them. state: one to continue from; None: the start."""
+def read_batches(source, column, state):
+    """
+    Yields 64 documents and the state of the source after them. source: from find_source; state: one to continue from;
+    None: the start.
+    """
     os.environ.setdefault("USE_TORCH", "0")  # otherwise datasets imports torch, which takes seconds
     import datasets  # here, because --help and a refused setting need not wait for it
-    if reader:
-        data = datasets.load_dataset(**reader, streaming=True)
+    if "split" in source:
+        data = datasets.load_dataset(source["dataset"], source["config"], split=source["split"], streaming=True)
     elif "files" in source:
         data = datasets.IterableDataset.from_generator(  # which resumes at the file that it was reading
             read_documents, gen_kwargs={"paths": [path for path, _ in source["files"]], "column": column})
@@ -284,7 +286,7 @@ if __name__ == "__main__":
              "--dataset_split, or --files")
     with one_line_errors(source_flag, f"expected files of one kind, {', '.join(KINDS)}, the last three "
                          "optionally compressed (.gz or .zst)"):
-        source, reader = find_source(files, dataset, dataset_config, dataset_split)
+        source = find_source(files, dataset, dataset_config, dataset_split)
     encoding = get_tokenizer(("bytes" if dataset == "python" else "gpt2") if tokenizer is None else tokenizer)
     n_bytes = sum(size for _, size in source.get("files", ()))
     tenth = n_bytes // (10 if encoding.name == "bytes" else 40)  # other tokens are some 4 bytes
@@ -322,7 +324,7 @@ if __name__ == "__main__":
                         write_atomically(folder / "tokenizer" / name, tokenizer_files[name].encode())
                     else:  # that of an earlier preparation
                         (folder / "tokenizer" / name).unlink(missing_ok=True)
-            batches = read_batches(source, reader, text_column, meta["state"])
+            batches = read_batches(source, text_column, meta["state"])
             write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")

@@ -177,8 +177,7 @@ def test_each_file_is_read_once_and_empty_documents_are_skipped(tmp_path):
 def test_a_data_set_of_the_hub_is_read_in_the_configuration_and_split_that_meta_names():
     fineweb = "HuggingFaceFW/fineweb-edu"
     for name, config, found in (fineweb, None, "sample-10BT"), (fineweb, "CC-2024", "CC-2024"), ("a/b", None, None):
-        assert find_source(None, name, config, "test") == (
-            {"dataset": name, "config": found, "split": "test"}, {"path": name, "name": found, "split": "test"})
+        assert find_source(None, name, config, "test") == {"dataset": name, "config": found, "split": "test"}
 
 
 def test_zst_needs_no_other_package_and_a_truncated_file_is_refused(tmp_path):
@@ -325,7 +324,7 @@ def test_what_tiktoken_refuses_is_skipped(gpt2_vocabulary):
 @pytest.mark.parametrize("files, n", [("*.parquet", 401), ("a.jsonl,b.jsonl.gz", 401), ("texts[[]1]/*.txt", 150)])
 def test_any_batch_is_a_place_to_resume(sources, files, n):
     def read(state):
-        batches = read_batches(*find_source(files, None, None, None), "text", json.loads(json.dumps(state)))
+        batches = read_batches(find_source(files, None, None, None), "text", json.loads(json.dumps(state)))
         batches = [*tokenize_batches(batches, get_tokenizer("bytes"), 3)]
         return [tokens.tolist() for tokens, _, _ in batches], [state for _, _, state in batches]
 
