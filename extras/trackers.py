@@ -4,6 +4,8 @@ import re
 import uuid
 from pathlib import Path
 
+from configurator import format_error
+
 
 class Trackers:
     """
@@ -34,7 +36,7 @@ class Trackers:
             try:
                 service(values)
             except Exception as error:
-                print(f"WARNING: a tracker failed and is off from here on: {type(error).__name__}: {error}")
+                print(f"WARNING: a tracker failed and is off from here on: {format_error(error)}")
                 self.services.remove(service)
 
     def start(self, iter_num):
@@ -47,15 +49,15 @@ class Trackers:
                 run.define_metric("*", step_metric="iter")  # log's step= would drop what follows a rollback
                 self.services.append(run.log)
             except Exception as error:  # not installed, no account, no network, ...
-                print(f"WARNING: no Weights & Biases ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
-                      f"pip install wandb; WANDB_MODE=offline keeps its files here")
+                print(f"WARNING: no Weights & Biases ({format_error(error)}); pip install wandb; WANDB_MODE=offline "
+                      f"keeps its files here")
         if self.config.get("tensorboard"):
             try:
                 from torch.utils.tensorboard import SummaryWriter
                 # hide what a run that was killed had logged after the checkpoint from which it is resumed
                 writer = SummaryWriter(out_dir / "tensorboard", purge_step=iter_num + 1 if iter_num else 0)
             except Exception as error:
-                print(f"WARNING: no TensorBoard ({type(error).__name__}: {error}): pip install tensorboard")
+                print(f"WARNING: no TensorBoard ({format_error(error)}): pip install tensorboard")
                 return
 
             def write(values):
