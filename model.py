@@ -123,16 +123,16 @@ def attend(q, k, v, mask, dropout):
     return y.transpose(1, 2).flatten(2)
 
 
-def decode_attention(q, k, v, mask, scale):
+def decode_attention(q, k, v, mask, scale, matmul=torch.matmul):
     """
     Attention of one new position over a cache. q (B, 1, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) ->
     (B, 1, nh, vd). nh / nkv heads share each key. mask: (B, 1, 1, S) bool. scale: factor on the scores.
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, nkv, S, hd)
     q = q[:, 0].unflatten(1, (k.size(1), -1))  # (B, nkv, nh / nkv, hd)
-    scores = (q @ k.transpose(2, 3)).float() * scale  # (B, nkv, nh / nkv, S)
+    scores = matmul(q, k.transpose(2, 3)).float() * scale  # (B, nkv, nh / nkv, S)
     p = scores.masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
-    return (p @ v).flatten(1, 2)[:, None]
+    return matmul(p, v).type_as(q).flatten(1, 2)[:, None]  # sample.py's matmul returns float32
 
 
 def write_cache(cache, positions, *new):

@@ -8,9 +8,9 @@ Completes a prompt with a trained model, or chats with a chat model in the termi
 """
 import codecs
 import copy
-import math
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import describe_model, load_model, pick_max_seq_len
 from distributed import init_process, is_sharded, make_autocast, pick_dtype, print0
-from model import matmul_dtype
+from model import decode_attention, matmul_dtype
 from tokenizer import count_ids, encode, get_tokenizer, has_template, sanitize
 
 
@@ -87,13 +87,12 @@ def sample_logits(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, n_voca
     return (drawn if ids is None else ids.gather(1, drawn)).squeeze(1)
 
 
-def fused_decode_attention(q, k, v, mask, scale):
-    """model.decode_attention for a compiler on a CPU: multiply and sum become one loop that reads k and v in place."""
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, nkv, S, hd)
-    q = q[:, 0].unflatten(1, (k.size(1), -1))  # (B, nkv, nh / nkv, hd)
-    scores = (q.unsqueeze(3).float() * k.unsqueeze(2).float()).sum(-1)  # (B, nkv, nh / nkv, S)
-    p = (scores * scale).masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
-    return (p.unsqueeze(-1).float() * v.unsqueeze(2).float()).sum(3).type_as(q).flatten(1, 2)[:, None]
+def fused_matmul(a, b):
+    """
+    a (..., n, m) @ b (..., m, k) in float32 for a compiler on a CPU: multiply and sum become one loop that reads a
+    cache in place.
+    """
+    return (a.unsqueeze(-1).float() * b.unsqueeze(-3).float()).sum(-2)
 
 
 @torch.no_grad()
@@ -112,7 +111,7 @@ def compile_step(model, batch):
         if isinstance(module, torch.nn.Linear):
             module.to(dtype)
     for block in model.transformer.h if device.type == "cpu" else ():
-        block.attn.decode = fused_decode_attention
+        block.attn.decode = partial(decode_attention, matmul=fused_matmul)
     cache = model.new_cache(batch, model.config.max_seq_len)
     for tensor in sum(cache, []):
         torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
