@@ -142,6 +142,7 @@ class Distillation(nn.Module):
     def metrics(self):
         ce, kl, agreements, n = all_reduce(*self.sums).tolist()
         self.sums.zero_()
+        n = n or math.nan  # all steps were skipped
         return {"ce_loss": ce / n, "kl_loss": kl / n, "agreement": agreements / n,
                 "temperature": self.log_temperature.exp().item()}
 

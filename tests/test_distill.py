@@ -139,6 +139,8 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     broken = {**batch, "teacher": batch["teacher"] * math.nan}
     assert gpt(**batch).isfinite() and gpt(**broken).isnan()  # the second step is skipped
     assert distillation.metrics() == pytest.approx(logged, rel=1e-5)
+    gpt(**broken)
+    assert math.isnan(distillation.metrics()["ce_loss"])  # all steps were skipped
     assert gpt.eval()(**batch).item() == pytest.approx(ce, rel=1e-5)
 
     state = gpt.state_dict()
