@@ -53,6 +53,7 @@ class TokenDataset:
         self.vocab_size = padded_vocab_size(self.tokenizer)
         recorded = [meta["shards"].get(os.path.basename(path)) for path in paths]
         self.shards = [*map(read_shard, paths, recorded)] or [read_headerless(nanogpt)]
+        self.checksums = [entry and entry[0] for entry in recorded]
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)

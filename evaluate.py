@@ -98,9 +98,8 @@ def tokenize_row(task, row, tokenizer, stage):
     free_form = columns == "gsm8k"
     if free_form:
         question, choices, gold = row["question"], [], final_number(row["answer"])
-        if task not in TASKS and "####" not in row["answer"]:
-            if not LAST_NUMBER.search(row["answer"]):
-                raise ValueError("its answer does not end with a number, such as -5, 1,000 or 0.5")
+        if task not in TASKS and "####" not in row["answer"] and not LAST_NUMBER.search(row["answer"]):
+            raise ValueError("its answer does not end with a number, such as -5, 1,000 or 0.5")
     elif columns == "hellaswag":
         question, choices, gold = row["ctx"], row["endings"], int(row["label"])
         if "ctx_a" in row:  # as on the hub, where ctx is not capitalised

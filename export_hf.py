@@ -225,10 +225,11 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         if p.isinf().any():
             fail(f"--dtype={dtype}: {name} has weights that are too large for it; use bfloat16")
     print(f"writing {out_dir} ...")
+    from hf_tokenizer import FILES  # not at the top: it needs tokenizers, which transformers brings
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for pattern in ("model.safetensors*", "tokenizer*.json", "special_tokens_map.json", "chat_template.jinja"):
+        for pattern in ("model.safetensors*", *FILES):
             for file in folder.glob(pattern):
                 file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))

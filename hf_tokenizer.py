@@ -120,7 +120,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def end_token(self):
-        """The id that ends an answer in the template. Raises ValueError if there is none, or if the day decides."""
+        """The id that ends an answer. Raises ValueError if the template has none, or writes today's date."""
         if "strftime_now" in str(self.chat_template) and "date_string" not in str(self.chat_template):
             raise ValueError("the model's chat template writes today's date; put a date in place of strftime_now(...)")
         talk = [{"role": role, "content": f"the {turn} message of the {role}"}

@@ -76,9 +76,9 @@ def config_from_hf(hf_config):
                        gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
                        rope_factor=fields["factor"] if rope is LLAMA3_ROPE else 1.0,
                        **{name: fields.get(hf_name) for hf_name, name in HF_FIELDS[kind].items()})
-    # rope scaling and sliding windows do not show in the logits of a short text
+    # rope scaling and sliding windows do not show in the logits of a short text; a Mistral is written as a Llama
     expected = {**rope, "use_sliding_window": False, "sliding_window": None, "attention_bias": False,
-                "mlp_bias": False, "hidden_act": "silu", **config_to_hf(config), "model_type": kind}  # also mistral
+                "mlp_bias": False, "hidden_act": "silu", **config_to_hf(config), "model_type": kind}
     for name, value in expected.items():
         if name != "rope_scaling" and fields.get(name) not in (None, value):  # None stands for the default, ours
             raise ValueError(f"its config.json has {name}={fields[name]!r}, expected {value!r}")

@@ -7,8 +7,8 @@ Text -> token shards. A Hugging Face data set (streamed), local files, or the te
     python prepare_data.py --tokenizer=my-tokenizer                      # a folder with a tokenizer.json
 
 A .txt file is one document in UTF-8. CR and CRLF line ends become LF, and a byte order mark stays, as the character
-U+FEFF. Every other file has one document per row. The first row must have a document, at least an empty one; a later
-row whose document is missing, empty or not a string is skipped.
+U+FEFF. Every other file has one document per row. A row whose document is missing, empty or not a string is skipped,
+but a file whose first row lacks the key is refused.
 
 All documents form one stream of tokens, with <|endoftext|> before each document. Exactly the first val_tokens of it
 are for validation, in one shard. The rest is cut into training shards. A training shard ends with the batch of 64

@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,6 @@ class SummedLoss(torch.nn.Module):
 def draw_runs():
     """Draws loss against seconds of the runs below out_dir as race.png, a panel per folder, and writes race.csv."""
     from matplotlib.figure import Figure
-    from extras.plot import read_log
     logs = sorted(Path(out_dir).rglob("log.jsonl"))
     if not logs:
         fail(f"--out_dir={out_dir}: holds no log.jsonl of a run; give --nanochat or --nanogpt to train one")
@@ -118,7 +118,10 @@ def draw_runs():
     figure = Figure(figsize=(1 + 5 * len(folders), 4), dpi=120, layout="constrained")
     axes, points = dict(zip(folders, figure.subplots(1, len(folders), squeeze=False)[0])), []
     for log in logs:
-        entries = read_log(log)
+        entries = []
+        for line in log.open():
+            with suppress(ValueError):  # half a line, of a run that was killed
+                entries.append(json.loads(line))
         timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
         steps = [entry for entry in entries if "val_loss" in entry]
         # log_interval may leave no time at the step of an evaluation

@@ -6,6 +6,7 @@ The teacher is live and runs in each step, or it is cached: its top-k log-probab
 import math
 import zlib
 from contextlib import suppress
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -113,8 +114,9 @@ class Distillation(nn.Module):
             if checkpoint:  # steps that were rolled back have read rows, too
                 global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
                 n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
-            # the fingerprint does not cover all tokens of shards
-            checksums = [zlib.crc32(shard) for shard in getattr(data, "shards", ())]
+            # the fingerprint does not cover all tokens of shards; nanoGPT's have no recorded checksum
+            shards = zip_longest(getattr(data, "checksums", ()), getattr(data, "shards", ()))
+            checksums = [recorded or zlib.crc32(shard) for recorded, shard in shards]
             key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k, dtype,
                                   model.config.vocab_size], {})
             cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)

@@ -4,8 +4,8 @@ llama.cpp (4 to 10 minutes on two cores; needs cmake, ninja and a C++ compiler) 
 
     pip install sentencepiece && python tests/llama_cpp.py ~/llama.cpp
 
-prints a table like the one in docs/correctness.md. The models are small and trained for a few seconds, on docs/. Those of
-FAMILIES begin as a folder with a tokenizer and a chat template of their own, as released models do.
+prints a table like the one in docs/correctness.md. The models are small and trained for a few seconds, on docs/. Those
+of FAMILIES begin as a folder with a tokenizer and a chat template of their own, as released models do.
 """
 import re
 import subprocess
