@@ -29,19 +29,19 @@ def init_local_heads(model, checkpoint):
 @torch.no_grad()
 def look_back(model):
     """
-    Makes the i-th key head of the first layer attend to the i-th position before the query. A constant added to all
-    embeddings gives queries and keys a part that is the same for every token; in the keys of the i-th head that part
-    is rotated by i positions more. It is larger in the pairs that rotate faster, which tell neighbouring positions
-    apart.
+    Makes the i-th head of the first layer attend to the i-th position before the query. A constant added to all
+    embeddings gives queries and keys a part that is the same for every token; in the queries of the i-th head that
+    part is rotated back by i positions. It is larger in the pairs that rotate faster, which tell neighbouring
+    positions apart.
     """
     c = model.config
     model.transformer.wte.weight += 1
     amplitude = c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim / 2)  # root of each pair's frequency
     amplitude *= 0.5 / math.sqrt(c.n_embd) / amplitude.square().mean().sqrt()
-    cos_sin = (amplitude * model.rope).transpose(0, 1).flatten(1)  # (max_seq_len, hd)
+    cos, sin = (amplitude * model.rope)[:, torch.arange(c.n_head + 1) % c.max_seq_len]  # (n_head + 1, hd / 2) each
     attn = model.transformer.h[0].attn  # first layer only: in later ones it delays copying
-    attn.q_proj.weight += cos_sin[0].repeat(c.n_head)[:, None]
-    attn.k_proj.weight += cos_sin[torch.arange(1, c.n_kv_head + 1) % c.max_seq_len].flatten()[:, None]
+    attn.q_proj.weight += torch.cat((cos[1:], -sin[1:]), 1).flatten()[:, None]
+    attn.k_proj.weight += torch.cat((cos[0], sin[0])).repeat(c.n_kv_head)[:, None]
 
 
 @torch.no_grad()
@@ -52,19 +52,19 @@ def look_for_earlier_occurrences(model):
     random projections of their embeddings.
     """
     c, first, second = model.config, model.transformer.h[0].attn, model.transformer.h[1].attn
-    C, hd, width = c.n_embd, c.head_dim, c.head_dim * c.n_head // c.n_kv_head  # of the heads that share a key
+    C, hd, group = c.n_embd, c.head_dim, c.n_head // c.n_kv_head  # heads that share a key and a value
 
     def random_directions(*size):
         x = torch.randn(*size, C)
         return F.normalize(x - x.mean(-1, keepdim=True), dim=-1)  # orthogonal to the constant that look_back adds
 
-    compared = min(2, c.n_kv_head, hd // 2)  # tokens; one head of the first layer fetches each
+    compared = min(2, c.n_head, hd // 2)  # tokens; one head of the first layer fetches each
     pairs = max(1, 3 * hd // 16 // compared)  # of query and key, for each token
     slowest = torch.arange(hd).view(2, -1)[:, -pairs * compared:]  # their rotation hardly depends on the distance
     back = random_directions(compared + 1, 2 * pairs)  # back[i]: where the residual stream holds the token i back
+    first.v_proj.weight.unflatten(0, (-1, hd))[:math.ceil(compared / group), :2 * pairs] += back[0]
     for i in range(compared):
-        first.v_proj.weight[i * hd:i * hd + 2 * pairs] += back[0]
-        first.o_proj.weight[:, i * width:i * width + 2 * pairs] += 2 * back[i + 1].t()
+        first.o_proj.weight[:, i * hd:i * hd + 2 * pairs] += 2 * back[i + 1].t()
         rows = slowest[:, i::compared].flatten()
         second.q_proj.weight[rows] += back[i]
         second.k_proj.weight[rows] += back[i + 1]

@@ -29,9 +29,9 @@ def look_at_attention(gpt, look):
         block.attn.attend = attend_and_look
 
 
-@pytest.mark.parametrize("n_kv_head", [4, 2])
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
 @pytest.mark.parametrize("local_heads", [True, False])
-def test_a_local_key_head_looks_as_far_back_as_its_number(n_kv_head, local_heads):
+def test_a_local_head_looks_as_far_back_as_its_number(n_kv_head, local_heads):
     """In the first layer, on random ids. Without local_heads no head prefers a distance."""
     gpt = normalized_gpt(local_heads, n_kv_head=n_kv_head)
     seen = []  # for each layer the mean attention weight on the key 0, 1, ..., 19 positions back: (20, heads)
@@ -40,7 +40,7 @@ def test_a_local_key_head_looks_as_far_back_as_its_number(n_kv_head, local_heads
     gpt(tokens(8))
     most, back = torch.stack(seen).max(1)  # (layers, heads)
     assert most.shape == (3, 4) and (most[0] > 0.2).all() == local_heads == (most > 0.2).any()
-    assert not local_heads or (back[0] == torch.arange(4) // (4 // n_kv_head) + 1).all()
+    assert not local_heads or (back[0] == torch.arange(1, 5)).all()
 
 
 def test_local_heads_change_the_initial_weights_and_nothing_else():
@@ -52,7 +52,8 @@ def test_local_heads_change_the_initial_weights_and_nothing_else():
     assert torch.equal(local(tokens()), plain(tokens()))
 
 
-def test_an_induction_head_copies_what_followed_the_latest_tokens():
+@pytest.mark.parametrize("n_kv_head", [4, 1])
+def test_an_induction_head_copies_what_followed_the_latest_tokens(n_kv_head):
     """
     16 ids in two random orders, and all of that again: in the second copy it looks at the id that followed the same
     two ids in the first one, and the model expects that id.
@@ -60,7 +61,7 @@ def test_an_induction_head_copies_what_followed_the_latest_tokens():
     ratios = []  # of the weight on that id to the mean weight, for the first head of each layer
     gains = []  # by how much the loss is lower on the second copy than on the first, in nats
     for local_heads in (True, False):
-        gpt = normalized_gpt(local_heads, n_layer=2, n_embd=256, max_seq_len=64)
+        gpt = normalized_gpt(local_heads, n_layer=2, n_embd=256, n_kv_head=n_kv_head, max_seq_len=64)
         look_at_attention(gpt, lambda weights: ratios.append(
             (weights[:, 32:63, 0].diagonal(1, 1, 2).mean() / (1 / torch.arange(33, 64)).mean()).item()))
         idx = torch.stack([torch.cat((torch.randperm(16), torch.randperm(16))).repeat(2) for _ in range(8)])
