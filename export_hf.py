@@ -115,7 +115,9 @@ def write_tokenizer(tokenizer, chat, max_seq_len, folder):
         eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
         settings |= {"bos_token": eot, "eos_token": eot, "pad_token": eot}
     if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
-        files = tokenizer.files
+        files, name = dict(tokenizer.files), "tokenizer_config.json"
+        if name in files:  # it may name a class for which transformers 5 builds another tokenizer than this one
+            files[name] = json.dumps({**json.loads(files[name]), "tokenizer_class": settings["tokenizer_class"]})
     else:
         files = {"tokenizer.json": tokenizer_to_hf(tokenizer).to_str(pretty=True)}
         if chat:

@@ -156,16 +156,18 @@ class HFTokenizer:
                     raise ValueError("the model's chat template prompts for thoughts, and the answer has none")
                 place = len(before)
             content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
-            place = outline.find(content, place) + len(content)
+            place = outline.find(content, 0 if prompt else place) + len(content)  # Mistral's moves the system message
             if place < len(content):
-                raise ValueError("the model's chat template leaves out a message or rewrites it")
+                raise ValueError(f"the model's chat template leaves out or rewrites the {message['role']}'s message")
             if is_answer:
                 end = self.special_token.search(outline, place)
                 end_tokens.add(end and end[0])
                 place = end.end() if end else len(text)
                 answers.append((len(before), place))
         if not answers and not prompt:
-            raise ValueError("the model's chat template begins answers unlike its generation prompt")
+            begins = self.apply_template(hidden[:-1], prompt=True)[-40:]
+            raise ValueError("the model's chat template begins answers unlike its generation prompt, which ends with "
+                             f"{begins!r}; answers must begin so, too, and the template must keep it")
         if len(end_tokens) > 1 or None in end_tokens:
             raise ValueError("the model's chat template does not end every answer with the same special token")
         ids, offsets = self.encode_template(text, outline)

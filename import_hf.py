@@ -71,6 +71,8 @@ def config_from_hf(hf_config):
     if fields.get("quantization_config"):
         raise ValueError(f"its weights are quantized ({fields['quantization_config'].get('quant_method')}), expected "
                          f"those of the original model")
+    if kind == "mistral" and fields.get("sliding_window"):  # a window as long as the text hides nothing
+        fields["max_position_embeddings"] = min(fields["max_position_embeddings"], fields.pop("sliding_window"))
     config = GPTConfig(arch="gpt2" if kind == "gpt2" else "llama", attention="mla" if kind == "deepseek_v3" else "mha",
                        qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2",
                        gelu="exact" if fields.get("activation_function") == "gelu" else "tanh",
@@ -184,6 +186,9 @@ def load_hf(path):
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
             except errors.LocalEntryNotFoundError:
                 raise ValueError(f"no such folder, no connection to the hub, and no earlier download of {name}")
+        for file in folder.glob("*.[js]*"):
+            if file.is_file() and open(file, "rb").read(23) == b"version https://git-lfs":
+                raise ValueError(f"{file.name} is only a pointer to the file; run git lfs pull in this folder")
         if not any(folder.glob("model*.safetensors")):
             if (folder / "adapter_config.json").exists():
                 raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
@@ -220,6 +225,9 @@ def read_tokenizer(folder, vocab_size):
                 or settings.exists() and json.loads(settings.read_bytes()).get("chat_template")):
             raise ValueError("it has a chat template, but no tokenizer.json; add the one that transformers writes")
         return ours
+    if not (folder / "tokenizer.json").exists():
+        raise ValueError("No such file: tokenizer.json; transformers writes it with "
+                         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
     tokenizer = HFTokenizer(read_files(folder))
     # export_hf.py wrote run.json; but it may have kept the template of a model that came from elsewhere
     our_format = not has_template(tokenizer) or (folder / "run.json").exists() and "<|end|>" in tokenizer.chat_template

@@ -212,6 +212,28 @@ def test_a_tuned_model_leaves_as_it_came(family, flags, talks, tmp_path):
     assert ends == {chat_tokens(tokenizer)["end"], *tokenizer.stop_ids}
 
 
+def test_an_exported_tokenizer_is_the_one_that_was_trained_with(tmp_path):
+    """transformers 5 would rebuild a LlamaTokenizer, which has no space after special tokens."""
+    write_family("tinyllama", tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("PreTrainedTokenizerFast", "LlamaTokenizer"))
+    export(f"{tmp_path}", f"{tmp_path}/hf", "float32", 10 ** 9, False)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids, _ = render_chat(get_tokenizer(f"{tmp_path}"), TALKS[3])
+    assert reference.apply_chat_template(TALKS[3], return_dict=False) == ids and reference.eos_token == "</s>"
+
+
+def test_a_sliding_window_limits_the_context(tmp_path):
+    """Mistral 7B v0.1 has one; in a text that is no longer it hides nothing."""
+    theirs = write_family("mistral", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours, _ = load_model(tmp_path, "cpu")
+    idx = torch.arange(64)[None]
+    assert ours.config.max_seq_len == 64 and (ours(idx) - theirs(idx).logits).abs().max() < 1e-4
+
+
 def test_packed_rows_equal_padded_ones_and_resumed_runs_uninterrupted_ones(qwen3, talks, tmp_path):
     args = [*RUN, f"--init_from={qwen3}", f"--data={talks}", f"--chat_dir={tmp_path}/chat", "--compile=False"]
     for pack in (True, False):
@@ -382,14 +404,33 @@ def changed_template(folder, old, new):
 
 
 def test_a_template_that_would_train_on_questions_is_refused(qwen3):
-    """It ends only the last answer, or prompts for an answer in another way than it begins one."""
+    """It ends only the last answer, or prompts for an answer in another way than it begins one, and says how."""
     talk = turns("a", "b", "secret", "d")
     for old, new in [("{{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}",
                       "{%- if loop.last %}{{- '<|im_end|>' }}{%- endif %}\n    {%- endif %}\n{%- endfor %}"),
                      ("assistant\\n' }}\n{%- endif %}", "assistant\\n<thought>' }}\n{%- endif %}")]:
         tokenizer = changed_template(qwen3, old, new)
-        with pytest.raises(ValueError, match="begins answers unlike its generation prompt|does not end every answer"):
+        with pytest.raises(ValueError, match="begins answers unlike its generation prompt.*<thought>|does not end every"
+                                             " answer"):
             render_chat(tokenizer, talk)
+
+
+def test_a_template_may_move_the_system_message(qwen3):
+    """Mistral Nemo's writes it before the last user message if a prompt ends with one, and else leaves it out."""
+    tokenizer = changed_template(qwen3, (qwen3 / "chat_template.jinja").read_text(), """\
+{%- if messages[0].role == 'system' %}{%- set system, messages = messages[0].content, messages[1:] %}{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if loop.last and message.role == 'user' and system %}{{- system + '\\n\\n' }}{%- endif %}
+    {{- message.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+""")
+    talk = turns("a", "b", "c", "d", system="Be brief.")
+    text = decode_chat(tokenizer, render_chat(tokenizer, talk[:-1], prompt=True)[0])
+    assert text.endswith("b<|im_end|><|im_start|>user\nBe brief.\n\nc<|im_end|><|im_start|>assistant\n")
+    with pytest.raises(ValueError, match="leaves out or rewrites the system's message"):
+        render_chat(tokenizer, talk)
 
 
 def test_messages_give_a_template_their_content_and_nothing_else(qwen3):
@@ -532,4 +573,5 @@ def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):
     jsonl(tmp_path / "a.jsonl", [turns(f"{i}", "b") for i in range(60)] + [turns("HM", "b"), turns("hm", "B")])
     output = run("chat_sft.py", *RUN, f"--init_from={folder}", f"--data={tmp_path}/a.jsonl", "--print_batch=True",
                  f"--chat_dir={tmp_path}/chat")
-    assert "2 skipped: the model's chat template leaves out a message or rewrites it" in output
+    assert "1 skipped: the model's chat template leaves out or rewrites the user's message" in output
+    assert "1 skipped: the model's chat template leaves out or rewrites the assistant's message" in output
