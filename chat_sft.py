@@ -34,7 +34,7 @@ from log import Logger, find_nonfinite
 from machine import peak_flops
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr, step_if_finite
-from start import check_out_dir, load_init_from, report_settings
+from start import check_out_dir, load_init_from, lock_out_dir, report_settings
 from tokenizer import get_tokenizer, tokenizer_entry
 
 # -----------------------------------------------------------------------------
@@ -119,6 +119,7 @@ config, overrides = configure(globals())
 # -----------------------------------------------------------------------------
 # setup
 drop_failed_writes()
+lock = lock_out_dir(config)  # before anything there is read
 checkpoint, resuming = load_init_from(config, overrides, "chat")
 if "epochs" in overrides and overrides.get("max_iters") is None:
     config["max_iters"] = None  # not that of the run to resume
@@ -180,8 +181,7 @@ eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, val_rows.first_qu
 
 facts = dict(model_args=vars(orig_model.config), config=config, tokenizer=tokenizer_entry(tokenizer),
              data=train_rows.fingerprint, stage="chat")
-checkpointer = Checkpointer(out_dir, state, facts)  # from here on no other run writes to out_dir
-check_out_dir(config, resuming, checkpoint)  # again: one may have started and ended since
+checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, num_iters) if resuming else 0
 if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, False, world_size)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from filelock import FileLock  # torch requires it
 
 from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
 from distributed import print0, rank
@@ -227,12 +226,6 @@ class Checkpointer:
         self.out_dir, self.state = Path(out_dir), state
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
         self.saved_iter, self.keep_previous = None, True
-        if rank() == 0:
-            with one_line_errors(f"--out_dir={out_dir}",
-                                 "give a folder that can be written to and that no other run is writing to", OSError):
-                os.makedirs(out_dir, exist_ok=True)
-                self.lock = FileLock(self.out_dir / "lock")
-                self.lock.acquire(blocking=False)  # its Timeout is an OSError, as is a read-only folder
 
     def save(self, iter_num, val_loss=None):
         """
@@ -273,11 +266,6 @@ class Checkpointer:
             if not 0 <= checkpoint["iter_num"] <= max_iters:
                 fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; "
                      f"give more")
-            if rank() == 0:  # before it locked out_dir, another run may have gone on
-                now = torch.load(checkpoint["path"], map_location="cpu", weights_only=True, mmap=True)["iter_num"]
-                if now != checkpoint["iter_num"]:
-                    fail(f"--out_dir={self.out_dir}: another run has saved step {now} there while this one started "
-                         f"from step {checkpoint['iter_num']}; start again", alone=True)
             if checkpoint["data"] != self.facts["data"]:
                 fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data "
                      f"start a new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")

@@ -7,6 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock  # torch requires it
+
 from checkpoint import has_checkpoint, load_checkpoint, pick_max_seq_len, replacing
 from configurator import fail, one_line_errors
 from distributed import print0, rank
@@ -18,17 +20,32 @@ FIXED = ("max_seq_len", "local_heads", "pack", "seed", "optimizer", "sparsity", 
 PER_START = ("out_dir", "overwrite", "print_batch", "chat_dir", "sanity_check")
 
 
+def lock_out_dir(config):
+    """
+    Makes out_dir and returns its lock: until this process exits, no other run writes there. Call it before anything in
+    the folder is read. out_dir=None becomes a temporary folder. --print_batch=True only reads, and gets no lock.
+    """
+    if config["out_dir"] is None:
+        config["out_dir"] = make_temporary_folder()
+    out_dir = config["out_dir"]
+    with one_line_errors("--out_dir", "torch cannot read a checkpoint from a folder whose name is not UTF-8"):
+        out_dir.encode()
+    if config["init_from"] == "resume" and not has_checkpoint(out_dir):
+        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of an existing one")
+    if rank() == 0 and not config.get("print_batch"):
+        with one_line_errors(f"--out_dir={out_dir}",
+                             "give a folder that can be written to and that no other run is writing to", OSError):
+            os.makedirs(out_dir, exist_ok=True)
+            return FileLock(Path(out_dir) / "lock").acquire(blocking=False)  # its Timeout is an OSError
+
+
 def load_init_from(config, overrides, stage):
     """
     Loads the checkpoint that --init_from asks for and updates `config` in place: a resumed run takes the settings of
     its checkpoint, except those overridden now; a run that starts from other weights takes those of their model.
     stage: base | chat. Returns (checkpoint or None, resuming).
     """
-    if config["out_dir"] is None:
-        config["out_dir"] = make_temporary_folder()
     out_dir, init_from = config["out_dir"], config["init_from"]
-    with one_line_errors("--out_dir", "torch cannot read a checkpoint from a folder whose name is not UTF-8"):
-        out_dir.encode()
     auto = init_from == "auto" or init_from.startswith("auto:")
     resuming = init_from == "resume" or auto and has_checkpoint(out_dir)
     if auto and resuming and config["overwrite"]:
@@ -38,8 +55,6 @@ def load_init_from(config, overrides, stage):
         if stage == "chat":
             fail(f"--init_from={init_from}: chat tuning starts from a model; give its path, or auto:PATH")
         return None, False
-    if resuming and not has_checkpoint(out_dir):
-        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of an existing one")
     source = out_dir if resuming else init_from.removeprefix("auto:")
     checkpoint = load_checkpoint(source, merge=not resuming)
     model_args = checkpoint["model_args"]

@@ -28,7 +28,7 @@ from log import Logger, find_nonfinite
 from machine import peak_flops
 from model import GPT, GPTConfig
 from optim import build_schedule, configure_optimizer, set_lr, step_if_finite
-from start import check_out_dir, load_init_from, report_settings
+from start import check_out_dir, load_init_from, lock_out_dir, report_settings
 from tokenizer import tokenizer_entry
 
 # -----------------------------------------------------------------------------
@@ -118,6 +118,7 @@ config, overrides = configure(globals())
 # -----------------------------------------------------------------------------
 # setup
 drop_failed_writes()
+lock = lock_out_dir(config)  # before anything there is read
 checkpoint, resuming = load_init_from(config, overrides, "base")
 update_settings(globals(), config, checkpoint and checkpoint["path"])  # the settings of what it starts from
 check_out_dir(config, resuming, checkpoint)
@@ -167,8 +168,7 @@ eval_hooks = evaluation_hooks(orig_model, tokenizer, autocast, [tokenizer.eot_to
 
 facts = dict(model_args=vars(orig_model.config), config=config, data=train_data.fingerprint, stage="base",
              tokenizer=checkpoint["tokenizer"] if checkpoint else tokenizer_entry(tokenizer))  # keeps a chat template
-checkpointer = Checkpointer(out_dir, state, facts)  # from here on no other run writes to out_dir
-check_out_dir(config, resuming, checkpoint)  # again: one may have started and ended since
+checkpointer = Checkpointer(out_dir, state, facts)
 iter_num = checkpointer.resume(checkpoint, max_iters) if resuming else 0
 if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)

@@ -277,10 +277,8 @@ def test_a_base_that_is_trained_on_or_removed_stays_with_its_adapters(tmp_path, 
 def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritten_ones_is_replaced(tmp_path):
     first = tuning(tmp_path, 0)
     first.save(0)
-    first.lock.release()
     second = tuning(tmp_path, 1)
     second.save(0)
-    second.lock.release()
     assert os.path.samefile(tmp_path / "base" / "ckpt.pt", tmp_path / "tuned" / "ckpt_base.pt")
     load_checkpoint(tmp_path / "tuned")
     shutil.rmtree(tmp_path / "tuned")

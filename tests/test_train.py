@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from filelock import FileLock
 
 import dataloader
 import machine
@@ -25,7 +27,7 @@ from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import init_process, local_grad_accum_steps, make_autocast
 from log import Logger, find_nonfinite
 from model import GPT, GPTConfig
-from start import load_init_from, make_temporary_folder, take_settings
+from start import load_init_from, lock_out_dir, make_temporary_folder, take_settings
 
 CPU = torch.device("cpu")
 
@@ -339,11 +341,11 @@ def test_mistakes_are_refused_before_a_run_is_overwritten(shards, trained, tmp_p
     assert (out_dir / "ckpt_mine.pt").exists()
 
 
-def test_a_run_that_another_one_finished_in_the_meantime_is_not_overwritten(train, trained, tmp_path):
-    out_dir = tmp_path / "o"
-    copy = f"shutil.copytree({str(trained)!r}, {str(out_dir)!r})"
-    output = train(out_dir, patch=f"import shutil, features\nfeatures.change_model = lambda *_: {copy}", code=2)
-    assert f"--out_dir={out_dir}: holds a checkpoint, ckpt.pt: resume it" in output
+def test_a_run_neither_resumes_nor_overwrites_what_another_one_is_writing(train, trained, tmp_path):
+    out_dir = shutil.copytree(trained, tmp_path / "o")
+    with FileLock(out_dir / "lock"):
+        for flag in ("--init_from=resume", "--overwrite=True"):
+            assert "no other run is writing to" in train(out_dir, flag, code=2)
     for name in ("ckpt.pt", "log.jsonl", "config.json"):
         assert (out_dir / name).read_bytes() == (trained / name).read_bytes()
 
@@ -351,7 +353,8 @@ def test_a_run_that_another_one_finished_in_the_meantime_is_not_overwritten(trai
 def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     def start(stage="base", **overrides):
         config = {**defaults("train_gpt2.py"), **overrides}
-        return config, *load_init_from(config, overrides, stage)
+        with lock_out_dir(config) or nullcontext():
+            return config, *load_init_from(config, overrides, stage)
 
     resume = functools.partial(start, init_from="resume", out_dir=str(trained))
     begin = functools.partial(start, init_from=str(trained), out_dir=str(tmp_path))
@@ -372,7 +375,7 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     for function, overrides, words in (
             (start, {"init_from": "resume", "out_dir": str(tmp_path)}, "--init_from=resume: --out_dir="),
             (start, {"out_dir": "o\udcff"}, "whose name is not UTF-8"),
-            (start, {"init_from": "auto", "stage": "chat"}, "--init_from=auto: chat tuning starts from a model"),
+            (begin, {"init_from": "auto", "stage": "chat"}, "--init_from=auto: chat tuning starts from a model"),
             (resume, {"stage": "chat"}, "holds a base model"), (resume, {"seed": 1}, "--seed=1: the checkpoint was"),
             (resume, {"n_layer": 3}, "--n_layer=3: the model in"), (resume, {"arch": "llama"}, "--arch=llama: "),
             (resume, {"max_seq_len": 16}, "--max_seq_len=16: "), (begin, {"max_seq_len": 64}, "has 32 positions"),
