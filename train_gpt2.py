@@ -190,9 +190,9 @@ log(iter_num, event="resume" if resuming else "start", compile_seconds=compile_s
 # -----------------------------------------------------------------------------
 # training loop; iter_num counts steps, skipped ones too
 stop = StopSignal(out_dir)
+finite = True  # loss and gradient of the last step
 while True:
     done = iter_num >= max_iters
-    healthy = done or log.last_skipped != iter_num - 1  # else broken weights could replace both checkpoints
     if iter_num % eval_interval == 0 or done:
         print0("evaluating ...")
         t0 = time.perf_counter()
@@ -200,12 +200,12 @@ while True:
             val_loss, val_bpb = validation_loss(eval_model, val_data, batch_size, eval_iters, torch_device, rank,
                                                 world_size)
         log(iter_num, val_loss=val_loss, val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
-        if healthy:
+        if finite or done:  # not after a skipped step: two such saves could leave no checkpoint with whole weights
             checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))
         log(iter_num, eval_seconds=time.perf_counter() - t0)
-    elif save_interval and iter_num % save_interval == 0 and healthy:
+    elif save_interval and iter_num % save_interval == 0 and finite:
         checkpointer.save(iter_num)
     if done:
         break
