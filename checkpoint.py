@@ -280,7 +280,7 @@ class Checkpointer:
                        f"comparable, and ckpt_best.pt stays until one is lower; --eval_iters can make up for "
                        f"--batch_size")
             self.facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
-                           "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}
+                           "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}  # of nan: inf
             iter_num = self.restore(checkpoint)
         print0(f"resumed at step {iter_num}")
         return iter_num

@@ -63,7 +63,7 @@ def wrap_model(orig_model, device, options):
     return ddp, compiled
 
 
-def warm_up(model, compiled, optimizer, batch, autocast, options):
+def warm_up(model, eval_model, optimizer, batch, autocast, options):
     """
     Compiles the graphs of training and evaluation: a graph compiled later counts as a recompile. DDP needs the
     backward as well: its first one fixes the gradient buckets. With three or more ranks their layout sets the order
@@ -83,8 +83,8 @@ def warm_up(model, compiled, optimizer, batch, autocast, options):
         optimizer.compile(options["backend"])
     with torch.no_grad(), autocast:
         inputs = ("idx", "targets", "positions", "mask")  # not a teacher's: evaluation uses the plain loss
-        compiled.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
-    compiled.train()
+        eval_model.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
+    eval_model.train()
     if options:
         print0(f"compiled in {time.perf_counter() - start:.0f} s")
     return time.perf_counter() - start

@@ -39,7 +39,7 @@ def distill_chunk(x, weight, T, targets, w, teacher, teacher_head):
     ce = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
     if teacher_head is None:
         k = teacher.size(-1) // 2
-        n_others, ids = logits.size(-1) - k, teacher[:, :k].long() & 256 ** teacher.itemsize - 1  # as unsigned numbers
+        n_others, ids = logits.size(-1) - k, teacher[:, :k].long() & (256 ** teacher.itemsize - 1)  # unsigned
         t, top = teacher[:, k:].view(FLOATS[teacher.dtype]).float(), logits.gather(-1, ids)
         s = torch.hstack((top, (logits.sum(-1, keepdim=True) - top.sum(-1, keepdim=True)) / n_others))
         log_count = F.pad(t.new_zeros(k), (0, 1), value=math.log(n_others))
@@ -182,7 +182,7 @@ def load_teacher(loader, config, dtype, options, vocab_size):
         fail(f"--teacher={config['teacher']}: has {net.config.vocab_size} ids, the student {vocab_size}; give a "
              f"teacher with at least as many")
     model_args = {**checkpoint["model_args"], "dropout": 0.0}
-    for name in ("head_dim", "tied_head", "qkv_bias"):  # seen in the weights
+    for name in ("head_dim", "tied_head", "qkv_bias"):  # the weights, in the digest too, show them
         del model_args[name]
     if model_args["rope_factor"] == 1:  # older digests have none
         del model_args["rope_factor"]
