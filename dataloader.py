@@ -26,8 +26,8 @@ def to_device(array, device):
 class TokenDataset:
     """
     The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
-    (i + 1) T, both included, so every token except a shard's first is a target once. The last tokens of a shard, which
-    are no inputs of a row, are counted in dropped_tokens. nanoGPT's train.bin and val.bin are read as one shard each.
+    (i + 1) T, both included, so each token of its rows except the first is a target once. The up to T tokens at the end
+    of a shard that no row has as inputs are dropped_tokens. nanoGPT's train.bin and val.bin are read as one shard each.
     """
 
     def __init__(self, data_dir, split, max_seq_len):
@@ -51,9 +51,9 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
                  f"it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
-        recorded = [meta["shards"].get(os.path.basename(path)) for path in paths]
-        self.shards = [*map(read_shard, paths, recorded)] or [read_headerless(nanogpt)]
-        self.checksums = [entry and entry[0] for entry in recorded]
+        entries = [meta["shards"].get(os.path.basename(path)) for path in paths]
+        self.shards = [*map(read_shard, paths, entries)] or [read_headerless(nanogpt)]
+        self.checksums = [entry and entry[0] for entry in entries]
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
         self.tokens = sum(len(shard) for shard in self.shards)

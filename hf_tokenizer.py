@@ -134,7 +134,7 @@ class HFTokenizer:
 
     def render_chat(self, messages, prompt=False):
         """
-        tokenizer.render_chat with the model's template. Its ids are those of transformers, unless a message spells a
+        chat_format.render_chat with the model's template. Its ids are those of transformers, unless a message spells a
         special token, which is text here. The loss covers each answer that the template begins like its generation
         prompt (Qwen3's thinking models do so only for the last one), from there up to and including the special end
         token. Raises ValueError if the template refuses the messages, or changes anything but their thinking and

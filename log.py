@@ -56,7 +56,7 @@ class Logger:
 
     def step(self, **sums):
         """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
-        if not math.isfinite(sums["loss_sum"]):  # a skipped step does not count in the mean loss
+        if not math.isfinite(sums["loss_sum"]):  # else the mean would be lost; float16's overflows have a loss
             sums |= {"loss_sum": 0.0, "targets": 0}
         self.sums.update(sums, steps=1)
         recompiles = graphs_compiled() - self.graphs

@@ -22,7 +22,7 @@ class SpikeGuard:
     def is_spike(self, iter_num, loss, grad_norm):
         """
         Whether the step should be taken back: the loss (nats per target) or the gradient norm is over spike_loss or
-        spike_norm times its average over about 100 steps, from the 50th step on. If it is not, updates the averages.
+        spike_norm times its average over about 100 steps, once that has 50 steps. If it is not, updates the averages.
         Both must be finite; the loop skips steps that are not.
         """
         stats, values = self.stats, {"loss": loss, "norm": grad_norm}
