@@ -92,7 +92,7 @@ if __name__ == "__main__":
         fail(f"--flags={flags}: with --nanogpt write --name=value; only this form sets nanoGPT's size, too")
     if re.search(r"--(out_dir|overwrite)\b", flags):
         fail(f"--flags={flags}: leave out --out_dir and --overwrite; the runs are in a temporary folder")
-    _, _, torch_device = init_process(device)
+    torch_device = init_process(device)
     sizes = flags.split()
     if torch_device.type == "cpu" and not any(word.endswith(".py") for word in sizes):  # a config file has sizes
         sizes = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--max_seq_len=256", *sizes]  # the last of two wins

@@ -24,13 +24,13 @@ from tqdm import tqdm
 from chat_format import CHAT_TOKENS, decode_chat, render_chat
 from configurator import fail, format_error
 from dataloader import to_device
-from distributed import rank
+from distributed import get_rank
 from model import IGNORE
 from prepare_data import is_json_list
 from tokenizer import sanitize, token_dtype
 
 VERSION = 3  # increment when tokenize_source's output changes: all sources are tokenized again
-progress = functools.partial(tqdm, delay=2, disable=rank() > 0)  # shown after 2 seconds
+progress = functools.partial(tqdm, delay=2, disable=get_rank() > 0)  # shown after 2 seconds
 
 
 # ---------------------------------------------------------------------------------------------------

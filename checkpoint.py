@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from configurator import NonNegative, Positive, check, fail, format_error, one_line_errors
-from distributed import print0, rank
+from distributed import get_rank, print0
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer, sanitize
 
@@ -238,7 +238,7 @@ class Checkpointer:
         if val_loss is not None:
             self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": min(best_before, val_loss)}
         entries = {key: entry.state_dict() for key, entry in self.state.items()}
-        if rank() > 0:
+        if get_rank() > 0:
             return
         try:
             if not written:  # a step saved again, as after a rollback, replaces its own file, not the one before it

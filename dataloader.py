@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from configurator import fail, one_line_errors
-from distributed import all_reduce
+from distributed import all_reduce, get_rank, get_world_size
 from model import IGNORE
 from shards import read_headerless, read_meta, read_shard
 from tokenizer import get_tokenizer, padded_vocab_size, token_bytes
@@ -169,7 +169,7 @@ class BatchLoader:
 
 
 @torch.no_grad()
-def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_size, progress=iter):
+def validation_loss(model, dataset, batch_size, eval_iters, device, progress=iter):
     """
     Loss over the first eval_iters * batch_size rows of `dataset`, in nats per target and in bits per byte of the
     targets' text. Every call reads the same rows; any number of ranks gives the same result.
@@ -177,7 +177,7 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, rank, world_
     model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
     progress: wraps an iterable, as tqdm does.
     """
-    was_training = model.training
+    rank, world_size, was_training = get_rank(), get_world_size(), model.training
     model.eval()
     n_rows = min(len(dataset), eval_iters * batch_size)
     token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)

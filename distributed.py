@@ -14,27 +14,31 @@ from configurator import fail, format_error
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def rank():
+# torchrun's, also before init_process; 0 and 1 without it
+def get_rank():
     return int(os.environ.get("RANK", 0))
+
+
+def get_world_size():
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def print0(*words):
     """Print on rank 0 only."""
-    if rank() == 0:
+    if get_rank() == 0:
         print(*words, flush=True)
 
 
 def init_process(device):
     """
     Init torch.distributed under torchrun and pick the device. device: auto, cpu, cuda, cuda:N or mps.
-    Also allows TF32. Returns rank, world_size, torch.device.
+    Also allows TF32. Returns the torch.device.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "cuda":  # under torchrun one GPU per rank
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    elif world_size > 1 and device != "cpu":
+    elif get_world_size() > 1 and device != "cpu":
         fail(f"--device={device}: under torchrun expected cuda, which gives each rank its own GPU, or cpu")
     try:
         torch.empty(1, device=device).item()  # the device meta has no values
@@ -52,10 +56,10 @@ def init_process(device):
         # share a fixed prefix.
         start = os.environ["TORCHELASTIC_RESTART_COUNT"] if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
         store = dist.PrefixStore(f"start {start}", next(dist.rendezvous("env://"))[0])
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank(), world_size=world_size,
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=get_rank(), world_size=get_world_size(),
                                 timeout=timedelta(hours=1),  # rank 0 may write a large checkpoint to a slow disk
                                 device_id=device if cuda else None)
-    return rank(), world_size, device
+    return device
 
 
 def excepthook(kind, error, tb):

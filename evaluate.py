@@ -44,7 +44,7 @@ from tqdm import tqdm  # comes with datasets
 from chat_format import chat_tokens, decode_chat, render_chat
 from checkpoint import check_tokenizer, describe_model, load_model, pick_max_seq_len, replacing
 from dataloader import TokenDataset, validation_loss
-from distributed import init_process, make_autocast, pick_dtype, print0, rank
+from distributed import get_rank, init_process, make_autocast, pick_dtype, print0
 from model import compute_logits
 from sample import eval_share, generate, generation_limits
 from tokenizer import get_tokenizer
@@ -56,7 +56,7 @@ TASKS = {  # name on the hub, configuration, split
     "mmlu": ("cais/mmlu", "all", "test"),  # Hendrycks et al. 2021
     "gsm8k": ("openai/gsm8k", "main", "test"),  # Cobbe et al. 2021
 }
-progress = partial(tqdm, disable=rank() > 0, leave=False, delay=2)
+progress = partial(tqdm, disable=get_rank() > 0, leave=False, delay=2)
 
 
 # -----------------------------------------------------------------------------
@@ -331,7 +331,7 @@ if __name__ == "__main__":
         fail(f"--tasks={tasks} and no --data_dir: there is nothing to score; give one of them")
     if output and (Path(output).exists() or not Path(output).parent.is_dir()):
         fail(f"--output={output}: expected a new file, in a folder that exists")
-    this_rank, world_size, torch_device = init_process(device)
+    torch_device = init_process(device)
     torch.set_float32_matmul_precision("highest")  # no TF32
     model, meta = load_model(checkpoint, torch_device)
     tokenizer = get_tokenizer(meta["tokenizer"])
@@ -350,8 +350,8 @@ if __name__ == "__main__":
             val_data = TokenDataset(data_dir, "val", pick_max_seq_len(max_seq_len, model.config.max_seq_len))
             check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
             rows = min(len(val_data), eval_iters * batch_size)
-            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device, this_rank,
-                                                world_size, progress)
+            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device,
+                                                progress)
             if not math.isfinite(val_loss):
                 raise ValueError("its validation loss is not finite: its weights are broken")
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
@@ -361,7 +361,7 @@ if __name__ == "__main__":
         for task in examples:
             results[task] = score(model, tokenizer, meta["stage"], examples[task], batch_size, max_new_tokens)
             print0(format_result(task, results[task]))
-    if output and this_rank == 0:
+    if output and get_rank() == 0:
         with one_line_errors(f"--output={output}", errors=OSError), replacing(Path(output)) as temporary:
             temporary.write_text(json.dumps(results, indent=1, default=str))  # str: the numbers of gsm8k
     if dist.is_initialized():

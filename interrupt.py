@@ -10,7 +10,7 @@ from functools import partial
 import torch.distributed as dist
 
 from configurator import fail
-from distributed import rank
+from distributed import get_rank
 from machine import peak_memory_mb
 
 
@@ -51,7 +51,7 @@ class StopSignal:
             self.requested, self.requested_at = True, time.monotonic()
             if number == signal.SIGINT and "RANK" not in os.environ:
                 self.exit_code = 130  # the shell's for Ctrl-C: a command after && does not run
-            if rank() == 0:
+            if get_rank() == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: stopping after this step; a second signal after 5 seconds exits at once\n"
                 with suppress(OSError):  # the terminal may be gone
@@ -69,7 +69,7 @@ def finish(iter_num, done, checkpointer, log, stop, flags=""):
     if dist.is_initialized():
         time.sleep(0.1)  # else gloo can hang: its thread needs the GIL to free the last tensor (torch 2.13)
         dist.destroy_process_group()
-    if rank() > 0:
+    if get_rank() > 0:
         return
     if checkpointer.saved_iter != iter_num:
         hint = resume_hint(out_dir) if checkpointer.saved_iter is not None else "nothing of this run is saved"

@@ -11,7 +11,7 @@ import torch
 
 from compiling import graphs_compiled
 from configurator import fail
-from distributed import gather, print0, rank
+from distributed import gather, get_rank, print0
 from machine import peak_memory_mb
 
 FORMATS = {"train_loss": "loss {:.4f}", "val_loss": "val loss {:.4f}", "val_ppl": "perplexity {:.2f}",
@@ -47,7 +47,7 @@ class Logger:
         self.skipped, self.skipped_in_a_row, self.last_skipped = 0, 0, None
         self.recompiles, self.graphs = 0, graphs_compiled()
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
-        if rank() == 0 and self.path.exists():
+        if get_rank() == 0 and self.path.exists():
             text = self.path.read_bytes() if resuming else b""  # an overwritten run's log is emptied
             found = re.findall(rb'"seconds": ([0-9.]+),', text)
             self.seconds = float(found[-1]) if found else 0.0
@@ -62,7 +62,7 @@ class Logger:
         recompiles = graphs_compiled() - self.graphs
         if recompiles > self.recompiles:
             self.recompiles = recompiles
-            print(f"WARNING: rank {rank()} recompiled the model, {self.recompiles} times so far; "
+            print(f"WARNING: rank {get_rank()} recompiled the model, {self.recompiles} times so far; "
                   f"TORCH_LOGS=recompiles says why")
 
     def skip(self, iter_num, cause):
@@ -115,7 +115,7 @@ class Logger:
                    f"--spike_loss=3, which rolls back")
 
     def __call__(self, iter_num, **values):
-        if rank() > 0 or not values:
+        if get_rank() > 0 or not values:
             return
         shown = [form.format(values[key]) for key, form in FORMATS.items() if key in values]
         if "eta_seconds" in values:

@@ -18,12 +18,11 @@ from typing import Literal
 from configurator import Fraction, NonNegative, NonNegativeFloat, Positive, Seed, configure, fail, one_line_errors
 
 import torch
-import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import describe_model, load_model, pick_max_seq_len
-from distributed import init_process, is_sharded, make_autocast, pick_dtype, print0
+from distributed import get_rank, get_world_size, init_process, is_sharded, make_autocast, pick_dtype, print0
 from model import decode_attention, matmul_dtype
 from tokenizer import count_ids, encode, get_tokenizer, has_template, sanitize
 
@@ -134,7 +133,7 @@ def generation_limits(tokenizer, chat):
 
 def eval_share(model):
     """rank, world_size for sharing out sampling and scoring: a sharded model does all of it on all ranks together."""
-    return (0, 1) if is_sharded(model) or not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
+    return (0, 1) if is_sharded(model) else (get_rank(), get_world_size())
 
 
 def sample_hook(model, tokenizer, autocast, prompt, stage, config):
@@ -189,7 +188,7 @@ if __name__ == "__main__":
             if chat and not text:
                 raise ValueError("is empty; expected a question")
 
-    _, _, torch_device = init_process(device)
+    torch_device = init_process(device)
     autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
     model, loaded = load_model(checkpoint, torch_device)
     print(describe_model(loaded))

@@ -11,7 +11,7 @@ from filelock import FileLock  # torch requires it
 
 from checkpoint import has_checkpoint, load_checkpoint, pick_max_seq_len, replacing
 from configurator import fail, one_line_errors
-from distributed import print0, rank
+from distributed import get_rank, print0
 from machine import describe_machine
 
 # settings that a resumed run cannot change, and settings that it does not take from its checkpoint
@@ -32,7 +32,7 @@ def lock_out_dir(config):
         out_dir.encode()
     if config["init_from"] == "resume" and not has_checkpoint(out_dir):
         fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of an existing one")
-    if rank() == 0 and not config.get("print_batch"):
+    if get_rank() == 0 and not config.get("print_batch"):
         with one_line_errors(f"--out_dir={out_dir}",
                              "give a folder that can be written to and that no other run is writing to", OSError):
             os.makedirs(out_dir, exist_ok=True)
@@ -89,7 +89,7 @@ def make_temporary_folder():
         shutil.rmtree(folder)
         print(f"--out_dir=None: {folder} is removed; nothing of this run is kept")
 
-    if rank() == 0:
+    if get_rank() == 0:
         with one_line_errors("--out_dir=None", "remove the folder if a run that was killed left it"):
             folder.mkdir()
         atexit.register(remove)
@@ -149,7 +149,7 @@ def check_out_dir(config, resuming, checkpoint):
 
 def report_settings(config, overrides, device):
     """On rank 0: prints the settings that were given and the machine, and writes all settings to config.json."""
-    if rank() > 0:
+    if get_rank() > 0:
         return
     machine, path = describe_machine(device), Path(config["out_dir"], "config.json")
     print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")

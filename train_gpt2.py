@@ -20,8 +20,8 @@ import torch
 from checkpoint import Checkpointer, check_tokenizer
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, TokenDataset, validation_loss
-from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, init_process, local_grad_accum_steps,
-                         make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
+from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, get_rank, get_world_size, init_process,
+                         local_grad_accum_steps, make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
@@ -122,7 +122,8 @@ lock = lock_out_dir(config)  # before anything there is read
 checkpoint, resuming = load_init_from(config, overrides, "base")
 update_settings(globals(), config, checkpoint and checkpoint["path"])  # the settings of what it starts from
 check_out_dir(config, resuming, checkpoint)
-rank, world_size, torch_device = init_process(device)
+torch_device = init_process(device)
+rank, world_size = get_rank(), get_world_size()
 amp_dtype = pick_dtype(dtype, torch_device)
 autocast = make_autocast(torch_device, amp_dtype)
 scaler = torch.amp.GradScaler(torch_device.type, enabled=amp_dtype == "float16")
@@ -197,8 +198,7 @@ while True:
         print0("evaluating ...")
         t0 = time.perf_counter()
         with autocast:
-            val_loss, val_bpb = validation_loss(eval_model, val_data, batch_size, eval_iters, torch_device, rank,
-                                                world_size)
+            val_loss, val_bpb = validation_loss(eval_model, val_data, batch_size, eval_iters, torch_device)
         log(iter_num, val_loss=val_loss, val_ppl=math.exp(min(val_loss, 700)), val_bpb=val_bpb)
         if finite or done:  # not after a skipped step: two such saves could leave no checkpoint with whole weights
             checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail

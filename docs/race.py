@@ -146,7 +146,7 @@ if not (nanochat or nanogpt):
     raise SystemExit
 if nanochat and nanogpt:
     fail("--nanochat, --nanogpt: give one of them, the folder of a checkout")
-_, _, torch_device = init_process(device)
+torch_device = init_process(device)
 train_data, val_data = (TokenDataset(data_dir, split, max_seq_len) for split in ("train", "val"))
 loader = BatchLoader(train_data, batch_size, seed, 0, 1, torch_device)
 torch.manual_seed(seed)
@@ -162,7 +162,7 @@ os.makedirs(out_dir, exist_ok=True)
 log, seconds = open(Path(out_dir, "log.jsonl"), "w"), 0.0
 for step in range(max_iters + 1):
     if step % eval_interval == 0 or step == max_iters:
-        val_loss, _ = validation_loss(compiled, val_data, batch_size, eval_iters, torch_device, 0, 1)
+        val_loss, _ = validation_loss(compiled, val_data, batch_size, eval_iters, torch_device)
         values = {"iter": step, "tokens": loader.tokens, "seconds": seconds, "val_loss": val_loss}
         print(json.dumps(values), file=log, flush=True)
         print(f"step {step}/{max_iters}: {seconds:.1f} s, val loss {val_loss:.4f}", flush=True)

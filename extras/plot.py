@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from distributed import rank
+from distributed import get_rank
 
 LABELS = {"train_loss": "train loss (nats per token)", "val_loss": "val loss", "lr": "learning rate",
           "grad_norm": "gradient norm", "tok_per_sec": "tokens/s"}
@@ -53,7 +53,7 @@ def draw(log, picture):
 
 def plot_hook(out_dir):
     def hook(iter_num, done):
-        if rank() == 0:
+        if get_rank() == 0:
             try:
                 draw(Path(out_dir, "log.jsonl"), f"{out_dir}/loss.png")
             except Exception as error:  # a picture is no reason to stop

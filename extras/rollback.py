@@ -4,7 +4,7 @@ Rolls a run back to its last checkpoint when the loss or the gradient norm spike
 """
 from checkpoint import load_checkpoint
 from configurator import fail
-from distributed import barrier, print0, rank
+from distributed import barrier, get_rank, print0
 
 MAX_ROLLBACKS = 5  # exit at this many spikes in a row without getting past the step that spiked
 
@@ -49,7 +49,7 @@ class SpikeGuard:
         if self.stats["faults"] >= MAX_ROLLBACKS:
             fail(f"step {iter_num}: {self.spike}, number {MAX_ROLLBACKS} in a row; resume from the last checkpoint "
                  f"with a lower --learning_rate")
-        if rank() == 0 and checkpointer.saved_iter is None:  # what is there is another run's
+        if get_rank() == 0 and checkpointer.saved_iter is None:  # what is there is another run's
             fail(f"step {iter_num}: {self.spike}, and nothing of this run could be saved to go back to", alone=True)
         checkpoint = load_checkpoint(checkpointer.out_dir, merge=False)
         restored = checkpointer.restore(checkpoint, skip=("rows_seen", "health"))

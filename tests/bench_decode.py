@@ -60,7 +60,7 @@ if __name__ == "__main__":
     transformers: bool = False  # time its generate, too; without mla
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     configure(globals())
-    _, _, torch_device = init_process(device)
+    torch_device = init_process(device)
     dtype = pick_dtype("auto", torch_device)
     autocast = make_autocast(torch_device, dtype)
     measured = defaultdict(list)

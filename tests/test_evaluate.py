@@ -364,7 +364,7 @@ def test_any_number_of_ranks_gives_the_same_scores(tasks, checkpoint, shards, tm
     examples = load_examples("gsm8k", BYTES, "base", tasks)
     answers = score(model, BYTES, "base", examples, max_new_tokens=5)["examples"]
     assert [answer["text"] for answer in one["gsm8k"]["examples"]] == [answer["text"] for answer in answers]
-    loss, bits_per_byte = validation_loss(model, rows, 9, 1, torch.device("cpu"), 0, 1)
+    loss, bits_per_byte = validation_loss(model, rows, 9, 1, torch.device("cpu"))
     assert (validation["val_loss"], validation["val_bpb"]) == pytest.approx((loss, bits_per_byte), rel=1e-4)
     expected = f"loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {bits_per_byte:.4f} bits per byte, over 9 of"
     assert expected in outputs[0] and expected in outputs[1]

@@ -79,7 +79,7 @@ def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, traine
 
 def test_a_checkpoint_holds_its_own_val_loss(shards, trained):
     (gpt, checkpoint), log = load_model(trained, CPU), read_log(trained, "val_loss", "val_bpb")
-    loss, bpb = validation_loss(gpt, TokenDataset(str(shards), "val", 32), 4, 4, CPU, 0, 1)
+    loss, bpb = validation_loss(gpt, TokenDataset(str(shards), "val", 32), 4, 4, CPU)
     assert checkpoint["val_loss"] == log["val_loss", 20] == pytest.approx(loss) and checkpoint["val_iter"] == 20
     assert log["val_bpb", 20] == pytest.approx(bpb)
 
@@ -94,7 +94,9 @@ def test_validation_is_the_mean_over_its_tokens(shards, monkeypatch, ranks, batc
     monkeypatch.setattr(dataloader, "all_reduce", lambda *totals: parts.append(torch.stack(totals)) or sum(parts))
     gpt, data = small_gpt("gpt2", vocab_size=384, max_seq_len=32), TokenDataset(str(shards), "val", 32)
     for rank in range(ranks):
-        loss, bpb = validation_loss(gpt, data, batch_size, eval_iters, CPU, rank, ranks)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        loss, bpb = validation_loss(gpt, data, batch_size, eval_iters, CPU)
     x, y = map(torch.from_numpy, data[range(rows)])
     expected = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten()).item()
     assert loss == pytest.approx(expected, rel=1e-6)
@@ -519,7 +521,7 @@ def test_a_process_begins_on_a_device_that_is_here(monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
     for device in ("tpu", "cuda:7", "meta"):
         assert f"--device={device}: " in error_line(init_process, device)
-    assert init_process("cpu") == (0, 1, CPU)
+    assert init_process("cpu") == CPU
 
 
 def test_a_peak_is_that_of_the_card(monkeypatch):
