@@ -170,8 +170,7 @@ state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, [
 options = compile_options(config, torch_device)
 if options and torch_device.type == "cuda" and dropout == 0 and orig_model.config.head_dim >= 16:
     train_rows.block_mask = val_rows.block_mask = True  # FlexAttention, within its limits: steps take half the time
-change_model(orig_model, loader, num_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
-             state, metrics)
+change_model(orig_model, loader, num_iters, config, amp_dtype, options, checkpoint, resuming, state, metrics)
 
 # The model is compiled for one shape, (batch_size, max_seq_len), in training and validation. Everything that has
 # another shape, and every checkpoint, uses orig_model, whose parameters are the same tensors.

@@ -10,11 +10,11 @@ explain_missing = one_line_errors(advice="a setting needs this module, but it is
 
 
 @explain_missing
-def change_model(model, loader, num_rows, config, dtype, options, checkpoint, resuming, state, metrics):
+def change_model(model, loader, max_iters, config, dtype, options, checkpoint, resuming, state, metrics):
     """
     Attaches the features that change the model, its initial weights or its loss. Call it before the model is compiled
-    and distributed. num_rows: rows of the whole run; options: for torch.compile, or None. Adds to `state` and
-    `metrics`; LoRA and FSDP replace the entry "model".
+    and distributed. options: for torch.compile, or None. Adds to `state` and `metrics`; LoRA and FSDP replace the entry
+    "model".
     """
     if config.get("local_heads"):
         from extras.local_heads import init_local_heads
@@ -26,7 +26,7 @@ def change_model(model, loader, num_rows, config, dtype, options, checkpoint, re
     if config.get("teacher"):
         from extras.distill import Distillation
         state["teacher"] = distillation = Distillation(
-            model, loader, num_rows, config.get("chat_dir") or config["data_dir"], config, dtype, options,
+            model, loader, max_iters, config.get("chat_dir") or config["data_dir"], config, dtype, options,
             checkpoint if resuming else None)
         metrics.append(distillation.metrics)
     if options and loader.device.type == "cpu":

@@ -157,8 +157,7 @@ orig_model.recompute = recompute
 # metrics: functions that return a dict for the log. eval_hooks: called at each evaluation.
 state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
 options = compile_options(config, torch_device)
-change_model(orig_model, loader, max_iters * global_batch_size, config, amp_dtype, options, checkpoint, resuming,
-             state, metrics)
+change_model(orig_model, loader, max_iters, config, amp_dtype, options, checkpoint, resuming, state, metrics)
 
 # The model is compiled for one shape, (batch_size, max_seq_len), in training and validation. Everything that has
 # another shape, and every checkpoint, uses orig_model, whose parameters are the same tensors.

@@ -88,10 +88,10 @@ class Distillation(nn.Module):
     run have been labelled.
     """
 
-    def __init__(self, model, loader, n_rows, cache_dir, config, dtype, options, checkpoint):
+    def __init__(self, model, loader, max_iters, cache_dir, config, dtype, options, checkpoint):
         """
-        Call it before the model is wrapped. n_rows: rows of the whole run; cache_dir: where the cache is kept;
-        options: arguments of torch.compile, or None; checkpoint: that of a resumed run, or None.
+        Call it before the model is wrapped. cache_dir: where the cache is kept; options: arguments of torch.compile,
+        or None; checkpoint: that of a resumed run, or None.
         """
         super().__init__()
         data, k, self.learn_temperature = loader.dataset, config["teacher_cache"], config["learn_temperature"]
@@ -110,10 +110,10 @@ class Distillation(nn.Module):
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
         if k:
+            global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
+            rows_seen, iter_num = (checkpoint["rows_seen"], checkpoint["iter_num"]) if checkpoint else (0, 0)
+            n_rows = rows_seen + (max_iters - iter_num) * global_batch_size  # those of the run, as in the loops
             n_rows += 2 * loader.world_size * loader.batch_size  # one batch is trained on, the next one is read ahead
-            if checkpoint:  # steps that were rolled back have read rows, too
-                global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
-                n_rows += checkpoint["rows_seen"] - checkpoint["iter_num"] * global_batch_size
             # the fingerprint does not cover all tokens of shards; nanoGPT's have no recorded checksum
             shards = zip_longest(getattr(data, "checksums", ()), getattr(data, "shards", ()))
             checksums = [recorded or zlib.crc32(shard) for recorded, shard in shards]

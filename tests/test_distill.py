@@ -111,14 +111,14 @@ def test_large_ids_and_a_teacher_that_is_sure(vocab_size):
 @pytest.fixture
 def distill_into(shards, tmp_path):
     """Makes a small GPT, its loader, another GPT that is its teacher, and the Distillation."""
-    def new(dtype="float32", n_rows=8, checkpoint=None, max_seq_len=16, tokenizer="bytes", seed=0, data=shards,
+    def new(dtype="float32", max_iters=2, checkpoint=None, max_seq_len=16, tokenizer="bytes", seed=0, data=shards,
             **settings):
         teacher, gpt = (new_gpt("gpt2", seed, n_layer=1, n_head=2, n_embd=width, max_seq_len=16) for width in (24, 16))
         config = {"teacher": str(save_model(tmp_path, teacher, tokenizer)), "teacher_weight": 0.7,
                   "teacher_temperature": 2.0, "learn_temperature": False, "teacher_cache": 0, "batch_size": 2,
                   "gradient_accumulation_steps": 2, **settings}
         loader = BatchLoader(TokenDataset(str(data), "train", max_seq_len), 2, 1337, 0, 1, torch.device("cpu"))
-        return gpt, loader, teacher, Distillation(gpt, loader, n_rows, tmp_path, config, dtype, None, checkpoint)
+        return gpt, loader, teacher, Distillation(gpt, loader, max_iters, tmp_path, config, dtype, None, checkpoint)
     return new
 
 
@@ -171,26 +171,26 @@ def test_half_precision_is_near(distill_into, cache):
 
 
 def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys, shards, tmp_path):
-    def labelled(n_rows, **more):
-        made = distill_into(n_rows=n_rows, teacher_cache=5, **more)
+    def labelled(max_iters, **more):
+        made = distill_into(max_iters=max_iters, teacher_cache=5, **more)
         return capsys.readouterr().out.split(" rows")[0].split("labelling ")[1], *made
 
-    text, _, loader, teacher, distillation = labelled(8)
+    text, _, loader, teacher, distillation = labelled(2)
     assert text == "12 of 12"  # and two batches
     for _ in range(5):  # with the sixth read ahead
         check_batch(loader, teacher)
     assert not capsys.readouterr().out
     checkpoint = {"teacher": distillation.state_dict(), "path": "out/ckpt.pt", "iter_num": 1, "rows_seen": 4}
-    assert labelled(8, checkpoint=checkpoint)[0] == "0 of 12"
-    assert labelled(12, checkpoint={**checkpoint, "rows_seen": 8})[0] == "8 of 20"  # its first step was rolled back
-    assert labelled(8, seed=1)[0] == "12 of 12"  # another teacher has another cache
-    assert labelled(8, dtype="bfloat16")[0] == "12 of 12"
+    assert labelled(2, checkpoint=checkpoint)[0] == "0 of 12"
+    assert labelled(3, checkpoint={**checkpoint, "rows_seen": 8})[0] == "8 of 20"  # its first step was rolled back
+    assert labelled(2, seed=1)[0] == "12 of 12"  # another teacher has another cache
+    assert labelled(2, dtype="bfloat16")[0] == "12 of 12"
     path = shutil.copytree(shards, tmp_path / "copy") / "train_000000.bin"
-    assert labelled(8, data=path.parent)[0] == "0 of 12"
+    assert labelled(2, data=path.parent)[0] == "0 of 12"
     content = bytearray(path.read_bytes())
     content[40_000:40_002] = b"a\0"  # in the middle, where the fingerprint does not look
     path.write_bytes(content)
-    assert labelled(8, data=path.parent)[0] == "12 of 12"
+    assert labelled(2, data=path.parent)[0] == "12 of 12"
 
 
 @pytest.mark.parametrize("settings, words", [
