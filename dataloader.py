@@ -26,8 +26,8 @@ def to_device(array, device):
 class TokenDataset:
     """
     The shards of one split as rows of T = max_seq_len inputs and their targets. Row i of a shard is its tokens i T to
-    (i + 1) T, both included, so each token of its rows except the first is a target once. The up to T tokens at the end
-    of a shard that no row has as inputs are dropped_tokens. nanoGPT's train.bin and val.bin are read as one shard each.
+    (i + 1) T, both included, so each token of its rows but the first is a target once. Up to T tokens at the end of a
+    shard are no row's inputs: dropped_tokens. nanoGPT's train.bin and val.bin are read as one shard each.
     """
 
     def __init__(self, data_dir, split, max_seq_len):

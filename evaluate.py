@@ -154,7 +154,6 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
                          f"the tasks are {', '.join(TASKS)}; expected TASK/test.jsonl or TASK/validation.jsonl in the "
                          f"folder, or None: from the hub"):
-        name, configuration, split = TASKS["gsm8k" if task_dir and task not in TASKS else task]
         if task_dir:
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():
@@ -162,13 +161,15 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
             rows = path.read_bytes().rstrip().splitlines()
         else:
             import datasets  # not at the top: training does without it
+            name, configuration, split = TASKS[task]
             rows = datasets.load_dataset(name, configuration, split=split)
         if not rows:
             raise ValueError("it has no examples")
+    # TASK/test.jsonl may be a task of one's own
+    schemas = TASKS[task][0] if task in TASKS else f"{TASKS['gsm8k'][0]}, or all in that of {TASKS['mmlu'][0]}"
     examples = []
     for i in subsample(range(len(rows)), max_examples):
         where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
-        schemas = name if task in TASKS else f"{name}, or all in that of {TASKS['mmlu'][0]}"
         with one_line_errors(where, f"expected a row in the schema of {schemas}"):
             row = json.loads(rows[i]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})

@@ -13,8 +13,8 @@ explain_missing = one_line_errors(advice="a setting needs this module, but it is
 def change_model(model, loader, max_iters, config, dtype, options, checkpoint, resuming, state, metrics):
     """
     Attaches the features that change the model, its initial weights or its loss. Call it before the model is compiled
-    and distributed. options: for torch.compile, or None. Adds to `state` and `metrics`; LoRA and FSDP replace the entry
-    "model".
+    and distributed. options: for torch.compile, or None. Adds to `state` and `metrics`; LoRA and FSDP replace the
+    entry "model".
     """
     if config.get("local_heads"):
         from extras.local_heads import init_local_heads

@@ -93,7 +93,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for batch in self.batches:
             states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
             momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
-            if skip.is_cuda or skip:  # if skipped, keep the momenta; with CUDA, asking would mean waiting
+            if skip.is_cuda or skip:  # if skipped, keep the momenta; on a CPU asking is free, with CUDA it waits
                 grads = [torch.where(skip, m, grad) for m, grad in zip(momenta, grads)]
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
             directions = [gather(grad.lerp(m, MOMENTUM)) for grad, m in zip(grads, momenta)]  # Nesterov's

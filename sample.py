@@ -42,6 +42,7 @@ def generate(model, prompts, max_new_tokens, stop_ids=(), **sampling):
     rows, running, cache = list(map(list, prompts)), set(range(len(prompts))), None
     for left in range(max_new_tokens, 0, -1):
         if cache is None or max(map(len, rows)) > max_len:  # prefill
+            # leave room for all ids that are still wanted, but keep at least half of the positions
             keep = max(max_len - left + 1, (max_len + 1) // 2)
             rows = [row[-keep:] if len(row) > max_len else row for row in rows]
             # the padding of short rows is cached, then overwritten before any query looks that far

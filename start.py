@@ -72,6 +72,7 @@ def load_init_from(config, overrides, stage):
         if overrides.get(name, model_args[name]) != model_args[name]:
             fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
         config[name] = model_args[name]
+    # a new run takes the model's positions, not the script's default
     asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")
     with one_line_errors(source, errors=TypeError):  # a crafted checkpoint may hold any type
         config["max_seq_len"] = pick_max_seq_len(asked, model_args["max_seq_len"], most=2048)
