@@ -351,8 +351,7 @@ if __name__ == "__main__":
             val_data = TokenDataset(data_dir, "val", pick_max_seq_len(max_seq_len, model.config.max_seq_len))
             check_tokenizer(f"--data_dir={data_dir}", val_data.tokenizer, meta)
             rows = min(len(val_data), eval_iters * batch_size)
-            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device,
-                                                progress)
+            val_loss, val_bpb = validation_loss(model, val_data, batch_size, eval_iters, torch_device, progress)
             if not math.isfinite(val_loss):
                 raise ValueError("its validation loss is not finite: its weights are broken")
             results["validation"] = {"val_loss": val_loss, "val_bpb": val_bpb, "rows": rows}
