@@ -240,6 +240,7 @@ class Checkpointer:
         entries = {key: entry.state_dict() for key, entry in self.state.items()}
         if get_rank() > 0:
             return
+        what = f"step {iter_num}"
         try:
             if not written:  # a step saved again, as after a rollback, replaces its own file, not the one before it
                 keep_previous = self.keep_previous and iter_num != self.saved_iter
@@ -247,18 +248,18 @@ class Checkpointer:
             if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
                 for name in ("ckpt_prev.pt", "ckpt_best.pt", BASE):
                     (self.out_dir / name).unlink(missing_ok=True)
+            self.saved_iter, self.keep_previous, what = iter_num, True, f"ckpt_best.pt or {BASE} of step {iter_num}"
             if val_loss == self.facts["best_val_loss"]:
                 link(self.out_dir / "ckpt.pt", self.out_dir / "ckpt_best.pt")
             base = self.out_dir / BASE
             if "lora" in entries and os.path.isfile(entries["lora"]["absolute"]) and not base.exists():
                 link(os.path.realpath(entries["lora"]["absolute"]), base)  # follows a symbolic link
                 load_base({**entries, "path": base})  # or exits: the base has been retrained since this run read it
-            self.saved_iter, self.keep_previous = iter_num, True
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
             self.facts["best_val_loss"] = best_before
             last = "nothing is saved" if self.saved_iter is None else f"the last checkpoint is step {self.saved_iter}"
-            print(f"WARNING: --out_dir={self.out_dir}: step {iter_num} could not be saved ({format_error(error)}); "
-                  f"{last}", flush=True)
+            print(f"WARNING: --out_dir={self.out_dir}: {what} could not be saved ({format_error(error)}); {last}",
+                  flush=True)
 
     def resume(self, checkpoint, max_iters):
         """Restores a run from load_checkpoint(out_dir, merge=False), if it can be continued. Returns iter_num."""

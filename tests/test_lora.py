@@ -287,6 +287,23 @@ def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritt
     assert "their base is expected in ckpt_base.pt beside it" in error_line(third.save, 0)
 
 
+def test_without_room_for_a_copy_of_the_base_the_adapters_are_saved(tmp_path, monkeypatch, capsys):
+    """On another disk. The run must not say that nothing is saved, nor replace its previous checkpoint each time."""
+    checkpointer = tuning(tmp_path, 0)
+
+    def copy(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("no such file"))
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    for iter_num in (0, 1, 2):
+        checkpointer.save(iter_num)
+        output = capsys.readouterr().out
+        assert f"ckpt_base.pt of step {iter_num} could not be saved (OSError" in output and "nothing" not in output
+        assert checkpointer.saved_iter == iter_num == load(tmp_path / "tuned")["iter_num"]
+    assert load(tmp_path / "tuned", "ckpt_prev.pt")["iter_num"] == 1
+
+
 def test_what_adapters_cannot_be_trained_with_is_refused():
     for optimizer, checkpoint, words in (
             ("muon", {"path": "base"}, "--optimizer=muon.*lora_rank.*adamw"),
