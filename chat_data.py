@@ -162,10 +162,10 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     """
     if source.endswith((".json", ".jsonl")) and not os.path.exists(source):
         fail(f"--data or --val_data: {source}: there is no such file")
-    import datasets  # takes a second
-    import huggingface_hub
-    datasets.disable_progress_bars()  # ours names the source
     try:
+        import datasets  # takes a second
+        import huggingface_hub
+        datasets.disable_progress_bars()  # ours names the source
         digest = None  # the commit of a hub data set, unless there is no network
         if os.path.exists(source):
             with open(source, "rb") as file:

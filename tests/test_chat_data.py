@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import struct
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,3 +425,10 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         build(tmp_path / "rows", "nowhere.jsonl")
     assert not capsys.readouterr().err
+
+
+def test_a_missing_library_is_one_line(tmp_path, monkeypatch):
+    data = some_chats(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # not installed
+    line = error_line(build, tmp_path / "rows", data)
+    assert str(data) in line and "ModuleNotFoundError: " in line and "datasets" in line

@@ -1,4 +1,5 @@
 """Distillation: the loss against its plain formula, the cache against the live teacher, both loops with either."""
+import io
 import math
 import re
 import shutil
@@ -255,6 +256,21 @@ def test_a_cache_is_continued_where_it_was_interrupted_and_filled_again_where_it
     for length, missing in ((0, [[1, 8]]), (len(whole) // 2, [[8, 8]])):
         (tmp_path / "c").write_bytes(whole[:length])
         assert fill([1, 8]) == missing and (tmp_path / "c").read_bytes()[:length] == whole[:length]
+
+
+def test_a_full_disk_names_the_cache_and_its_setting(fill, tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        """A disk with room for half a row: such a file takes what it can, and only the next write is an error."""
+
+        def write(self, row):
+            return super().write(bytes(row)[:row.nbytes // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "open", lambda path, mode, buffering=-1: Full(path, mode) if buffering == 0 else
+                      open(path, mode), raising=False)
+        line = error_line(fill, [0, 1])
+    assert f"--teacher_cache=5: {tmp_path}/c: OSError: the disk is full; make room" in line
+    assert fill([0, 1]) == [[0, 1]]
 
 
 def test_a_row_that_is_missing_or_damaged_ends_in_one_line(fill):

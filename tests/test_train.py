@@ -189,6 +189,15 @@ def test_the_quick_start_takes_every_setting_of_the_recipe():
     assert read_preset("speedrun").items() <= read_preset("quickstart").items()
 
 
+def test_a_preset_is_found_where_another_project_has_a_package_of_its_name(tmp_path):
+    """A folder without __init__.py comes after every package, even an installed one."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "__init__.py").touch()
+    preset = f"{ROOT}/config/quickstart.py"
+    assert "data_dir=" in run("train_gpt2.py", preset, f"--data_dir={tmp_path}", code=2,
+                              env={"PYTHONPATH": str(tmp_path)})
+
+
 SPAM_PRESET = [("gpt2_spam", "--prune_begin=0", ["mha", "adamw_spam", 6e-4])]
 
 

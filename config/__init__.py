@@ -1,0 +1,1 @@
+"""Presets. A package, so that one of the same name elsewhere does not hide it."""
