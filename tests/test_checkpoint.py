@@ -129,6 +129,18 @@ def test_a_full_disk_is_a_warning_and_never_the_old_checkpoint(tmp_path, capsys,
     assert contents(tmp_path).keys() == ({"ckpt.pt"} if resuming else {"ckpt.pt", "ckpt_mine.pt"})
 
 
+def test_a_checkpoint_is_read_on_the_cpu(tmp_path, monkeypatch):
+    """Else one from a GPU would fill the GPU again."""
+    load = torch.load
+
+    def load_on_cpu(*args, map_location, **kwargs):
+        assert map_location == "cpu"
+        return load(*args, map_location=map_location, **kwargs)
+
+    monkeypatch.setattr(torch, "load", load_on_cpu)
+    assert load_checkpoint(saved(tmp_path, 2.0))["iter_num"] == 0
+
+
 def test_half_a_copy_of_the_best_does_not_stay_on_a_full_disk(tmp_path, monkeypatch, capsys):
     def copy(source, target):
         target.write_bytes(b"half")

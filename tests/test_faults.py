@@ -114,7 +114,7 @@ distributed.step_seed = seed_and_close
 
 def test_ctrl_c_before_the_process_is_set_up_is_one_line(tmp_path):
     interrupt = "import signal, start\nstart.load_init_from = lambda *_: signal.raise_signal(signal.SIGINT)"
-    output = run(patched(tmp_path, "train_gpt2.py", interrupt), code=1)
+    output = run(patched(tmp_path, "train_gpt2.py", interrupt), f"--out_dir={tmp_path}/o", code=1)
     assert output == "\ninterrupted\n"
 
 

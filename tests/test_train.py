@@ -194,7 +194,7 @@ def test_a_preset_is_found_where_another_project_has_a_package_of_its_name(tmp_p
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "__init__.py").touch()
     preset = f"{ROOT}/config/quickstart.py"
-    assert "data_dir=" in run("train_gpt2.py", preset, f"--data_dir={tmp_path}", code=2,
+    assert "data_dir=" in run("train_gpt2.py", preset, f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/o", code=2,
                               env={"PYTHONPATH": str(tmp_path)})
 
 
