@@ -115,14 +115,14 @@ def write_tokenizer(tokenizer, chat, max_seq_len, folder):
         eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
         settings |= {"bos_token": eot, "eos_token": eot, "pad_token": eot}
     if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
-        files, name = dict(tokenizer.files), "tokenizer_config.json"
-        if name in files:  # it may name a class for which transformers 5 builds another tokenizer than this one
-            files[name] = json.dumps({**json.loads(files[name]), "tokenizer_class": settings["tokenizer_class"]})
+        files = tokenizer.files
+        if own := files.get("tokenizer_config.json"):  # for the class in it transformers 5 may build another tokenizer
+            settings = {**json.loads(own), "tokenizer_class": settings["tokenizer_class"]}
     else:
         files = {"tokenizer.json": tokenizer_to_hf(tokenizer).to_str(pretty=True)}
         if chat:
             settings |= {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    for name, text in {"tokenizer_config.json": json.dumps(settings), **files}.items():
+    for name, text in {**files, "tokenizer_config.json": json.dumps(settings)}.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 

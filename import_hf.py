@@ -217,7 +217,10 @@ def read_tokenizer(folder, vocab_size):
     """
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
     ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None
-    if ours and not (folder / "tokenizer.json").exists():
+    if not (folder / "tokenizer.json").exists():
+        if not ours:
+            raise ValueError("No such file: tokenizer.json; transformers writes it with "
+                             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
         vocabulary, settings = folder / "vocab.json", folder / "tokenizer_config.json"
         if vocabulary.exists() and json.loads(vocabulary.read_bytes()).get("\u0120the") != 262:  # " the" in GPT-2's
             raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
@@ -225,9 +228,6 @@ def read_tokenizer(folder, vocab_size):
                 or settings.exists() and json.loads(settings.read_bytes()).get("chat_template")):
             raise ValueError("it has a chat template, but no tokenizer.json; add the one that transformers writes")
         return ours
-    if not (folder / "tokenizer.json").exists():
-        raise ValueError("No such file: tokenizer.json; transformers writes it with "
-                         "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
     tokenizer = HFTokenizer(read_files(folder))
     # export_hf.py wrote run.json; but it may have kept the template of a model that came from elsewhere
     our_format = not has_template(tokenizer) or (folder / "run.json").exists() and "<|end|>" in tokenizer.chat_template

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from chat_format import chat_tokens, decode_chat
 from checkpoint import check_tokenizer, digest_weights, load_model
-from configurator import fail, one_line_errors
+from configurator import fail, format_error
 from dataloader import epoch_permutation
 from distributed import all_reduce, barrier, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
@@ -264,11 +264,13 @@ class TeacherCache:
                 for i, hidden in zip(batch.tolist(), output["teacher"]):
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
                     row = encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype)
-                    with one_line_errors(f"--teacher_cache={self.k}: {path}",
-                                         "make room; the same command labels the rest", OSError):
-                        file.seek(i * row.nbytes)
+                    file.seek(i * row.nbytes)
+                    try:
                         if file.write(row) < row.nbytes:
                             raise OSError("the disk is full")
+                    except OSError as error:  # perhaps of this rank alone
+                        fail(f"--teacher_cache={self.k}: {path}: {format_error(error)}; make room; the same command "
+                             f"labels the rest", alone=True)
         barrier()  # all have written
         # again: other machines may have written to it
         self.rows = np.memmap(path, self.rows.dtype, "r+", shape=self.rows.shape)
