@@ -225,7 +225,7 @@ def test_an_exported_tokenizer_is_the_one_that_was_trained_with(tmp_path):
 
 def test_a_sliding_window_limits_the_context(tmp_path):
     """Mistral 7B v0.1 has one; in a text that is no longer it hides nothing."""
-    theirs = write_family("mistral", tmp_path)
+    write_family("mistral", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
