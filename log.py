@@ -44,7 +44,7 @@ class Logger:
         self.sums, self.seconds, self.val_losses = Counter(), 0.0, []
         self.diverged = False
         self.forget_losses()
-        self.skipped, self.skipped_in_a_row, self.last_skipped = 0, 0, None
+        self.skipped = []  # steps
         self.recompiles, self.graphs = 0, graphs_compiled()
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
         if get_rank() == 0 and self.path.exists():
@@ -67,12 +67,10 @@ class Logger:
 
     def skip(self, iter_num, cause):
         """Counts a skipped step and warns, if there is a cause to name; exits after MAX_SKIPPED in a row."""
-        self.skipped += 1
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == iter_num - 1 else 1
-        self.last_skipped = iter_num
+        self.skipped.append(iter_num)
         if cause:
-            print0(f"WARNING: step {iter_num} is skipped: {cause}; {self.skipped} skipped so far")
-        if self.skipped_in_a_row == MAX_SKIPPED:
+            print0(f"WARNING: step {iter_num} is skipped: {cause}; {len(self.skipped)} skipped so far")
+        if self.skipped[-MAX_SKIPPED:] == [*range(iter_num - MAX_SKIPPED + 1, iter_num + 1)]:
             fail(f"step {iter_num}: {MAX_SKIPPED} steps in a row were skipped: the loss or gradient was not finite; "
                  f"resume from the last checkpoint with a lower --learning_rate, or start again from ckpt_best.pt")
 
@@ -94,7 +92,7 @@ class Logger:
              eta_seconds=(self.max_iters - iter_num) * (seconds / steps + self.last_eval_seconds / self.eval_interval),
              wait=wait_seconds / seconds,
              epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.loader.device),
-             targets=sums["targets"], clipped=sums["clipped"] / steps, skipped=self.skipped,
+             targets=sums["targets"], clipped=sums["clipped"] / steps, skipped=len(self.skipped),
              recompiles=self.recompiles, seconds=self.seconds, flops=self.flops_per_token * self.loader.tokens,
              **values)
 
