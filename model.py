@@ -157,6 +157,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.cache_shapes = [(config.n_kv_head, config.head_dim)] * 2  # (heads, width) of k and of v
 
     def attend_or_decode(self, q, k, v, positions, mask, cache):
         """Attends, over the whole cache if there is one: (B, T, heads, hd) each -> (B, T, nh * hd)."""
@@ -174,7 +175,6 @@ class GPT2Attention(Attention):
         super().__init__(config)
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.cache_shapes = [(config.n_head, config.n_embd // config.n_head)] * 2  # (heads, width) of k and of v
 
     def forward(self, x, rope, positions, mask, cache):
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.config.n_head, -1)).unbind(2)  # (B, T, nh, hd) each
@@ -193,7 +193,6 @@ class LlamaAttention(Attention):
         self.o_proj = nn.Linear(config.n_head * hd, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(hd, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.cache_shapes = [(config.n_kv_head, hd)] * 2
 
     def forward(self, x, rope, positions, mask, cache):
         hd = self.config.head_dim
