@@ -19,7 +19,7 @@ from checkpoint import check_tokenizer, digest_weights, load_model
 from configurator import fail, format_error
 from dataloader import epoch_permutation
 from distributed import all_reduce, barrier, make_autocast, print0
-from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy
+from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy, matmul_dtype
 from tokenizer import get_tokenizer, has_template
 
 
@@ -101,7 +101,7 @@ class Distillation(nn.Module):
             fail(f"--teacher_cache={k}: expected less than the vocabulary, {model.config.vocab_size}")
         if self.learn_temperature and config.get("fsdp"):
             fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
-        self.teacher_weight, self.dtype = config["teacher_weight"], getattr(torch, dtype)
+        self.teacher_weight = config["teacher_weight"]
         log_T = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
         self.log_temperature = nn.Parameter(log_T) if self.learn_temperature else log_T
         self.sums = nn.Buffer(torch.zeros(4, device=loader.device), persistent=False)  # CE, KL, agreements, targets
@@ -136,7 +136,7 @@ class Distillation(nn.Module):
         linear_cross_entropy. A live teacher: its hidden states (B, T, C_t) and teacher_head (V, C_t). A cached one:
         rows of the cache (B, T, 2 k + 1), and no teacher_head.
         """
-        loss, sums = distill_loss(x.to(self.dtype), weight, self.log_temperature.exp()[0], targets,
+        loss, sums = distill_loss(x.to(matmul_dtype(x)), weight, self.log_temperature.exp()[0], targets,
                                   self.teacher_weight, teacher.flatten(0, 1), teacher_head)
         self.sums.add_(sums.detach().where(loss.detach().isfinite(), 0.0))  # else the step will be skipped
         return loss
