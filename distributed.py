@@ -83,10 +83,10 @@ def check_ranks_agree(start):
     if dist.is_initialized():
         starts = [None] * dist.get_world_size()
         dist.all_gather_object(starts, start)
-        if starts != len(starts) * [start]:
-            other = next(i for i, value in enumerate(starts) if value != starts[0])
-            fail(f"the ranks disagree: rank 0 starts with {starts[0]}, rank {other} with {starts[other]}; all "
-                 f"machines must read the same --out_dir and the same data")
+        for rank, other in enumerate(starts):
+            if other != starts[0]:
+                fail(f"the ranks disagree: rank 0 starts with {starts[0]}, rank {rank} with {other}; all machines "
+                     f"must read the same --out_dir and the same data")
 
 
 def local_grad_accum_steps(gradient_accumulation_steps, world_size):
