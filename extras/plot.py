@@ -31,8 +31,8 @@ def read_log(path):
     return entries
 
 
-def draw(log, picture):
-    entries = read_log(log)
+def draw(out_dir):
+    entries = read_log(out_dir / "log.jsonl")
     figure = Figure(figsize=(11, 5), dpi=110, layout="constrained")
     axes = figure.subplot_mosaic([["loss", "lr"], ["loss", "grad_norm"], ["loss", "tok_per_sec"]], width_ratios=[2, 1])
     for key, label in LABELS.items():
@@ -44,18 +44,18 @@ def draw(log, picture):
         ax.grid(alpha=0.3)
         ax.legend()
     figure.supxlabel("tokens")
-    settings = log.with_name("config.json")
+    settings = out_dir / "config.json"
     if settings.exists():
         machine = json.loads(settings.read_text(encoding="utf-8"))["machine"]
         figure.text(0.99, 0.01, "{device}, torch {torch}, commit {commit}".format(**machine), ha="right", fontsize=7)
-    figure.savefig(picture)
+    figure.savefig(out_dir / "loss.png")
 
 
 def plot_hook(out_dir):
     def hook(iter_num, done):
         if get_rank() == 0:
             try:
-                draw(Path(out_dir, "log.jsonl"), f"{out_dir}/loss.png")
+                draw(Path(out_dir))
             except Exception as error:  # a picture is no reason to stop
                 print(f"{out_dir}/loss.png is not drawn: {error}")
         return {}

@@ -48,7 +48,7 @@ def test_a_damaged_log_is_drawn_and_one_that_cannot_be_does_not_end_the_run(out_
 def test_each_curve_is_over_tokens_and_beside_those_of_its_kind(out_dir, monkeypatch):
     figures = []
     monkeypatch.setattr(plot.Figure, "savefig", lambda figure, _: figures.append(figure))
-    plot.draw(out_dir / "log.jsonl", "unused")
+    plot.draw(out_dir)
     loss, lr, *_ = [{line.get_label(): line.get_xydata().tolist() for line in ax.lines} for ax in figures[0].axes]
     assert loss == {"train loss (nats per token)": [[100, 4.0], [200, 3.0], [300, 2.5]], "val loss": []}
     assert lr == {"learning rate": [[100, 1e-3], [200, 1e-3], [300, 1e-3]]}
