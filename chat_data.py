@@ -21,13 +21,13 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from tqdm import tqdm
 
-from chat_format import CHAT_TOKENS, decode_chat, render_chat
+from chat_format import decode_chat, render_chat
 from configurator import fail, format_error
 from dataloader import to_device
 from distributed import get_rank
 from model import IGNORE
 from prepare_data import is_json_list
-from tokenizer import sanitize, token_dtype
+from tokenizer import CHAT_TOKENS, sanitize, token_dtype
 
 VERSION = 3  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=get_rank() > 0)  # shown after 2 seconds

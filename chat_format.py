@@ -7,9 +7,8 @@ Conversations -> ids, and back:
 template has that format instead.
 """
 from configurator import one_line_errors
-from tokenizer import count_ids, encode, has_template, replace_surrogates
+from tokenizer import CHAT_TOKENS, count_ids, encode, has_template, replace_surrogates
 
-CHAT_TOKENS = ("system", "user", "assistant", "end")  # in the order of their ids: append a new one
 ROLES = [name for name in CHAT_TOKENS if name != "end"]
 
 

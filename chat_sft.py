@@ -212,7 +212,7 @@ while True:
         with autocast:
             val_loss, val_bpb = validation_loss(eval_model, val_rows, batch_size, eval_iters, torch_device)
         log(iter_num, val_loss=val_loss, val_bpb=val_bpb)  # of the assistant's text
-        if finite or done:  # not after a skipped step: two such saves could leave no checkpoint with whole weights
+        if finite or done:  # after a skipped step weights may be NaN; two such saves would replace both files
             checkpointer.save(iter_num, val_loss)  # before the hooks, which may fail
         for hook in eval_hooks:  # a sample, tasks, the plot
             log(iter_num, **hook(iter_num, done))

@@ -232,7 +232,7 @@ class Checkpointer:
         Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
-        # resumed at this step, which has been evaluated: another save would hold a new optimizer's learning rates
+        # resumed at a step whose evaluation is saved: a new save would only hold a new optimizer's learning rates
         written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
         best_before = self.facts["best_val_loss"]
         if val_loss is not None:

@@ -67,7 +67,7 @@ NUMBER = re.compile(r"""
     (?: (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ ) (?:\.[0-9]+)?  # 1,234.5 and 1234.5
       | (?<!\.)\.[0-9]+ )  # .5
     """, re.VERBOSE)
-# at the end, after a space that does not group digits, as in 1 000, or after =; in punctuation, perhaps
+# a number that ends the text: alone, after =, or after a space that does not group digits, as in 1 000
 LAST_NUMBER = re.compile(rf"(?: ^ | (?<![0-9])\s | = ) [^\w\s]*? {NUMBER.pattern} [^\w\s]* \s* $", re.VERBOSE)
 
 
@@ -145,10 +145,10 @@ def subsample(items, n):
     return [items[i * len(items) // n] for i in range(n)]
 
 
-def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
+def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
     """
     Loads the examples of a task for `score`, from the hub or a local file, in the order of the source. Each is
-    tokenize_row's dict plus "where", its line or row. max_examples: take this many, evenly spaced; None takes all.
+    tokenize_row's dict plus "where", its line or row. max_problems: take this many, evenly spaced; None takes all.
     stage: the checkpoint's, base or chat.
     """
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
@@ -158,7 +158,7 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():
                 path = path.with_name("validation.jsonl")
-            rows = path.read_bytes().rstrip().splitlines()
+            rows = [(i, line) for i, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
         else:
             import datasets  # not at the top: training does without it
             name, configuration, split = TASKS[task]
@@ -168,10 +168,10 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_examples=None):
     # TASK/test.jsonl may be a task of one's own
     schemas = TASKS[task][0] if task in TASKS else f"{TASKS['gsm8k'][0]}, or all in that of {TASKS['mmlu'][0]}"
     examples = []
-    for i in subsample(range(len(rows)), max_examples):
-        where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
+    for i in subsample(range(len(rows)), max_problems):
+        where = f"{path}, line {rows[i][0]}" if task_dir else f"{name}, row {i}"
         with one_line_errors(where, f"expected a row in the schema of {schemas}"):
-            row = json.loads(rows[i]) if task_dir else rows[i]
+            row = json.loads(rows[i][1]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
             if bool(examples[0]["choices"]) != bool(examples[-1]["choices"]):
                 raise ValueError("some rows have choices and some have none")
@@ -317,7 +317,7 @@ if __name__ == "__main__":
     checkpoint: str = "out/ckpt.pt"  # a checkpoint, or its out_dir
     tasks: str = "hellaswag,arc_easy,arc_challenge,mmlu,gsm8k"  # empty: none
     task_dir: str | None = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
-    max_problems: Positive | None = None  # examples of each task, evenly spaced; None: all
+    max_problems: Positive | None = None  # of each task, evenly spaced; None: all
     data_dir: str | None = None  # shards for the validation loss and bits per byte
     max_seq_len: Positive | None = None  # length of their rows; None: the model's positions, at most 4096
     eval_iters: Positive = 64  # batches of the validation loss: the first rows of val (training has its own setting)

@@ -53,8 +53,9 @@ class HFTokenizer:
         if "added_tokens_decoder" not in settings:  # as in transformers
             settings |= json.loads(files.get("special_tokens_map.json", "{}"))
         self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
-        self.named_tokens = {key: token["content"] if isinstance(token, dict) else token  # which templates write
-                             for key, token in settings.items()  # bos_token, eos_token, ...
+        # {"bos_token": "<s>", ...}: templates may write these
+        self.named_tokens = {key: token["content"] if isinstance(token, dict) else token
+                             for key, token in settings.items()
                              if key.endswith("_token") and isinstance(token, (str, dict))}
         special = self.special.values()
         candidates = ("<|endoftext|>", self.named_tokens.get("bos_token"), self.named_tokens.get("eos_token"))

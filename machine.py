@@ -1,4 +1,4 @@
-"""Describes the machine: its name and versions, its peak FLOP/s, the memory in use."""
+"""Describes the machine: its name and versions, its peak FLOP/s, and the process's peak memory."""
 import math
 import os
 import platform

@@ -46,7 +46,7 @@ class GPTConfig:
     gelu: str = "tanh"  # gpt2: tanh (the approximation GPT-2 was trained with) | exact (nanoGPT)
     rope_theta: float = 10000.0  # llama: base of the rotary frequencies
     rope_factor: float = 1.0  # llama: Llama 3's factor on wavelengths of 8192 positions and more
-    norm_eps: float | None = None  # of the norms between layers; None: 1e-5; llama with mla: DeepSeek's 1e-6
+    norm_eps: float | None = None  # of all norms but the embedding's and mla's own; None: 1e-5; llama with mla: 1e-6
     kv_lora_rank: int | None = None  # mla: latent width for keys and values; None: min(128, C / 2)
     q_lora_rank: int | None = None  # mla, llama: latent width for queries; None: queries straight from x
     qk_nope_head_dim: int | None = None  # mla: width of a head's unrotated part; None: hd - the rotated one
@@ -269,7 +269,7 @@ class MLA(Attention):
         v = v.contiguous()  # CUDA's kernels read 16 bytes at a time; a slice may start in between
         q = torch.cat((q_nope, q_pe), dim=-1)
         k = torch.cat((k_nope, k_pe.expand(-1, -1, c.n_head, -1)), dim=-1)
-        return self.o_proj(self.attend(q, k, v, mask, c.dropout if self.training else 0.0))
+        return self.o_proj(self.attend_or_decode(q, k, v, positions, mask, None))
 
     def forward_absorbed(self, q_nope, q_pe, keys, mask):
         """Attention of one position over cached keys (B, S, 1, rank + rope), not expanded -> (B, 1, nh * v)."""

@@ -55,8 +55,8 @@ def find_source(files, dataset, dataset_config, dataset_split):
     missing, or if the files are not of one kind.
     """
     if files is not None:
-        paths = sorted({path for pattern in files.split(",")
-                        for path in glob.glob(pattern.strip(), recursive=True) or [pattern]})
+        paths = sorted({path for pattern in map(str.strip, files.split(","))
+                        for path in glob.glob(pattern, recursive=True) or [pattern]})
         source = {"files": [[path, os.path.getsize(path)] for path in paths]}
         kinds = {*map(kind_of, paths)}
         if len(kinds) > 1 or not kinds < {*KINDS}:

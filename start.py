@@ -153,7 +153,7 @@ def report_settings(config, overrides, device):
     if get_rank() > 0:
         return
     machine, path = describe_machine(device), Path(config["out_dir"], "config.json")
-    print0("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
-    print0("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()))
+    print("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
+    print("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     with one_line_errors(path), replacing(path) as temporary:
         temporary.write_text(json.dumps({**config, "machine": machine}, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """
 Tokenizers with tiktoken's interface: gpt2, bytes, or another model's (hf_tokenizer.py). The padded vocabulary has room
-for the four chat tokens of chat_format.py. A special token that a user types is plain text.
+for the chat tokens. A special token that a user types is plain text.
 """
 import functools
 import os
@@ -13,6 +13,7 @@ import tiktoken
 from configurator import one_line_errors
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TOKENS = ("system", "user", "assistant", "end")  # in the order of their ids: append a new one
 
 
 def get_tokenizer(name):
@@ -56,13 +57,13 @@ def replace_surrogates(text):
 
 
 def has_template(tokenizer):
-    """Whether a tokenizer has a chat template; if not, it gets the four chat tokens."""
+    """Whether a tokenizer has a chat template; if not, it gets the chat tokens."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def count_ids(tokenizer):
     """How many ids the tokenizer and the chat tokens have."""
-    return tokenizer.n_vocab + (0 if has_template(tokenizer) else 4)
+    return tokenizer.n_vocab + (0 if has_template(tokenizer) else len(CHAT_TOKENS))
 
 
 def padded_vocab_size(tokenizer):

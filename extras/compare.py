@@ -46,7 +46,8 @@ def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     words = shlex.split(f"{args} {flags} --seed={seed}")
     configs = [read_config_file(word) for word in words if word.endswith(".py")]
-    init_from = ["scratch", *(config["init_from"] for config in configs if "init_from" in config)][-1]
+    default = re.findall(r'^init_from: str = "(.*?)"', (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
+    init_from = ["scratch", *default, *(config["init_from"] for config in configs if "init_from" in config)][-1]
     if not init_from.startswith("auto"):
         words.insert(0, "--init_from=auto" + (f":{init_from}" if init_from != "scratch" else ""))
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})

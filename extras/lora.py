@@ -73,7 +73,7 @@ class Adapters:
     def load_state_dict(self, adapters):
         if adapters.keys() != self.state_dict().keys():
             raise ValueError("its adapters are on other matrices")
-        self.model.load_state_dict({**self.model.state_dict(), **adapters})
+        self.model.load_state_dict(adapters, strict=False)  # the rest is the base's
 
 
 class Lora:

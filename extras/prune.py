@@ -34,7 +34,8 @@ class Pruner:
         if config.get("fsdp") or config.get("lora_rank"):
             fail(f"--sparsity={self.sparsity}: not with --fsdp=True, where no rank has a whole matrix to sort, nor "
                  f"with --lora_rank, which freezes the matrices")
-        self.params = {name: p for name, p in model.named_parameters() if param_group_of(name, p) == "matrices"}
+        self.params = {name: p for name, p in model.named_parameters()
+                       if p.requires_grad and param_group_of(name, p) == "matrices"}
         self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in self.params.items()}
         if checkpoint and "masks" in checkpoint:
             self.load_state_dict(checkpoint["masks"])
@@ -88,5 +89,5 @@ class Pruner:
 
     def load_state_dict(self, masks):
         self.reached = 0
-        for name, mask in masks.items():
-            self.masks[name].copy_(mask)
+        for name in masks.keys() & self.masks.keys():  # all, unless matrices have been frozen since
+            self.masks[name].copy_(masks[name])

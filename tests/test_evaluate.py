@@ -202,7 +202,7 @@ def test_chat_models_answer_mmlu_by_letter(tmp_path):
 def test_letters_are_enough_for_26_choices(tmp_path):
     choices = [f"choice {i}" for i in range(27)]
     write_task(tmp_path, "mmlu", [mmlu("q", choices[:26], 25), mmlu("q", choices, 25)])
-    [example] = load_examples("mmlu", BYTES, "chat", tmp_path, max_examples=1)
+    [example] = load_examples("mmlu", BYTES, "chat", tmp_path, max_problems=1)
     assert "\nZ. choice 25\n" in BYTES.decode(example["context"][2:-2]) and len(example["choices"]) == 26
     line = error_line(load_examples, "mmlu", BYTES, "chat", tmp_path)
     assert "mmlu/test.jsonl, line 2: 27 choices" in line
@@ -212,9 +212,9 @@ def test_letters_are_enough_for_26_choices(tmp_path):
 def test_a_subset_is_spread_over_the_file_and_always_the_same(tmp_path):
     write_task(tmp_path, "arc_easy", random_arc(10))
     for _ in range(2):
-        examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=4)
+        examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_problems=4)
         assert [example["where"].rsplit(" ", 1)[1] for example in examples] == ["1", "3", "6", "8"]
-    assert len(load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=11)) == 10
+    assert len(load_examples("arc_easy", BYTES, "base", tmp_path, max_problems=11)) == 10
     assert subsample(list("abc"), None) == list("abc")
 
 
@@ -320,7 +320,7 @@ def test_the_training_loops_hook(tasks, tmp_path, capsys):
     assert dtypes == {torch.bfloat16} and model.training  # restored, and no dropout meanwhile
     assert [values[f"{task}_n"] for values in (some, everything) for task in ("arc_easy", "mmlu")] == [64, 1, 130, 1]
     with autocast, torch.compiler.set_stance("force_eager"):
-        examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_examples=64)
+        examples = load_examples("arc_easy", BYTES, "base", tmp_path, max_problems=64)
         expected = score(model.eval(), BYTES, "base", examples, batch_size=32)
     assert some["arc_easy_acc"] == expected["acc"] and some["arc_easy_acc_norm"] == expected["acc_norm"]
     assert f"step 5: {format_result('arc_easy', expected)}\nstep 5: mmlu " in capsys.readouterr().out
@@ -416,11 +416,11 @@ def test_a_bad_line_is_named(tmp_path, task, row, expected):
     good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1)}.get(task, gsm8k("q", 1))
     write_task(tmp_path, task, [good])
     with open(tmp_path / task / "test.jsonl", "a") as f:
-        f.write((row if isinstance(row, str) else json.dumps(row)) + "\n\n")  # empty lines at the end are none
+        f.write("\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n\n")  # empty lines are no rows
     for stage in ("base", "chat"):
-        assert len(load_examples(task, BYTES, stage, tmp_path, max_examples=1)) == 1
+        assert len(load_examples(task, BYTES, stage, tmp_path, max_problems=1)) == 1
         message = error_line(load_examples, task, BYTES, stage, tmp_path)
-        assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
+        assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 3: ")
         assert expected in message and f"the schema of {TASKS.get(task, TASKS['gsm8k'])[0]}" in message
 
 

@@ -91,6 +91,20 @@ def test_the_lowest_scores_are_pruned_and_exactly_as_many_as_asked(arch, by):
     assert pruner.metrics()["sparsity"] == pytest.approx(0.37, abs=1e-3)
 
 
+def test_frozen_matrices_are_left_alone():
+    gpt = small_gpt("gpt2")
+    masks = new_pruner(gpt, 0.5)[0].masks
+    gpt.transformer.h[0].requires_grad_(False)
+    pruner, optimizer = new_pruner(gpt, 0.5, prune_begin=1, prune_end=1, checkpoint={"masks": masks})
+    assert [name.split(".")[2] for name in pruner.masks] == ["1"] * 4
+    for p in gpt.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    pruner.mask_gradients(0)
+    optimizer.step()
+    assert pruner.metrics() == {"sparsity": 0.5}
+    assert all(p.all() for p in hidden(dict(gpt.transformer.h[0].named_parameters(prefix="x.h.0"))).values())
+
+
 def test_equal_scores_are_pruned_in_order_after_those_that_are_pruned_already():
     """Ranks with the same weights have the same masks, however they sort; a zero is not yet a pruned weight."""
     gpt = small_gpt("gpt2")
