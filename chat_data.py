@@ -29,7 +29,7 @@ from model import IGNORE
 from prepare_data import is_json_list
 from tokenizer import CHAT_TOKENS, sanitize, token_dtype
 
-VERSION = 3  # increment when tokenize_source's output changes: all sources are tokenized again
+VERSION = 4  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=get_rank() > 0)  # shown after 2 seconds
 
 
@@ -103,6 +103,8 @@ def validate_conversation(messages):
         raise ValueError("its roles are not user and assistant in turn, after at most one system message")
     if any(message.get("reasoning_content") for message in messages):
         raise ValueError("its thoughts are in reasoning_content; put them into content, as <think>...</think>")
+    if any(message.get("tool_calls") or message.get("weight") not in (None, 1) for message in messages):
+        raise ValueError("it has tool_calls, or a weight other than 1")
     begin = int(is_empty[0] and roles.startswith("system"))
     if any(is_empty[begin:]):
         raise ValueError("a message is empty")

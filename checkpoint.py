@@ -132,6 +132,12 @@ def check_tokenizer(where, tokenizer, checkpoint):
              f"{vocab_size} ids")
 
 
+def plain_weights(checkpoint):
+    """The weights without those of a loss function, and with a LoRA run's adapters merged."""
+    trained = {name: tensor for name, tensor in checkpoint["model"].items() if not name.startswith("loss_fn.")}
+    return merge_adapters(checkpoint, trained) if "lora" in checkpoint else trained
+
+
 # -----------------------------------------------------------------------------
 # A LoRA run's checkpoint holds the adapters alone, with the path and the fingerprint of their base.
 
@@ -160,11 +166,8 @@ def load_base(checkpoint):
          f"it, {base['absolute']} or {base['path']}, but each of these is missing or holds other weights now")
 
 
-def plain_weights(checkpoint):
-    """The weights without those of a loss function, and with a LoRA run's adapters merged, W + alpha / rank B A."""
-    trained = {name: tensor for name, tensor in checkpoint["model"].items() if not name.startswith("loss_fn.")}
-    if "lora" not in checkpoint:
-        return trained
+def merge_adapters(checkpoint, trained):
+    """The weights of a LoRA run's base, with what it trained: adapters are merged, W + alpha / rank B A."""
     weights = load_base(checkpoint)
     for name, A in trained.items():
         if name.endswith("lora_A"):

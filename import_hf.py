@@ -189,11 +189,10 @@ def load_hf(path):
         for file in folder.glob("*.[js]*"):
             if file.is_file() and open(file, "rb").read(23) == b"version https://git-lfs":
                 raise ValueError(f"{file.name} is only a pointer to the file; run git lfs pull in this folder")
-        if not any(folder.glob("model*.safetensors")):
-            if (folder / "adapter_config.json").exists():
-                raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
-            if name:
-                raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
+        if (folder / "adapter_config.json").exists():
+            raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
+        if name and not any(folder.glob("model*.safetensors")):
+            raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
         hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config, run = config_from_hf(hf_config), folder / "run.json"
         tokenizer = read_tokenizer(folder, config.vocab_size)

@@ -84,7 +84,7 @@ def load_init_from(config, overrides, stage):
 def make_temporary_folder():
     """The out_dir of a run that keeps nothing, one for all ranks of a machine. Rank 0 removes it when it exits."""
     launch = f"{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if "RANK" in os.environ else os.getpid()
-    folder = Path(tempfile.gettempdir(), f"run-{launch}")
+    folder = Path(tempfile.gettempdir(), f"out_dir=None-{launch}")
 
     def remove():
         shutil.rmtree(folder)
@@ -144,7 +144,7 @@ def check_out_dir(config, resuming, checkpoint):
         if content and key not in content:
             fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
                  f"another folder")
-    if (folder / "loss.png").exists() and not (folder / "log.jsonl").exists():
+    if not found and (folder / "loss.png").exists() and not (folder / "log.jsonl").exists():
         fail(f"--out_dir={folder}: holds a loss.png without a log.jsonl, which would be replaced; give another folder")
 
 

@@ -44,7 +44,8 @@ def summary(results):
 
 def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
-    words = shlex.split(f"{args} {flags} --seed={seed}")
+    with one_line_errors(f"--args={args} --runs={flags}", errors=ValueError):  # a quotation that does not end
+        words = shlex.split(f"{args} {flags} --seed={seed}")
     configs = [read_config_file(word) for word in words if word.endswith(".py")]
     default = re.findall(r'^init_from: str = "(.*?)"', (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
     init_from = ["scratch", *default, *(config["init_from"] for config in configs if "init_from" in config)][-1]

@@ -87,6 +87,9 @@ def test_a_conversation_is_truncated_after_an_answer(contents, max_seq_len, leng
                [{"role": "human", "content": "a"}, *turns("a", "b")[1:]],
                *(turns("a", "b") + turns("c", "d", system=system) for system in ("s", ""))]),
     ("a message is empty", [turns("a", "  "), turns("", "b")]),
+    ("it has tool_calls, or a weight other than 1", [
+        [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}],
+        [*turns("a"), {"role": "assistant", "content": "b", "weight": None, "tool_calls": [{"type": "function"}]}]]),
     ("thoughts are in reasoning_content", [[*turns("a"), {"role": "assistant", "content": "b",
                                                           "reasoning_content": "c"}]]),
     ("longer than a row", [turns("a", "bb"), turns("a", "bb", "c", "d")]),

@@ -415,6 +415,12 @@ def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, resu
         for content in ("", ours):
             (tmp_path / name).write_text(content)
             check_out_dir(config, resuming, None)
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "loss.png").touch()
+    assert "holds a loss.png without a log.jsonl" in error_line(check_out_dir, config, resuming, None)
+    (tmp_path / "ckpt.pt").touch()  # a run's, and so is the picture
+    check_out_dir(config, resuming, None)
+    (tmp_path / "ckpt.pt").unlink()
     mine = {name: b"mine" for name in ("ckpt.pt.bak", "ckpt.pt.old", "ckpt_20_paper.pt", "lock", "ckpt_prev.txt")}
     for name, content in mine.items():
         (tmp_path / name).write_bytes(content)

@@ -85,3 +85,7 @@ def test_the_training_script_is_compared(shards, tmp_path):
 @pytest.mark.parametrize("flags", ["", "--n_layer=1 --seed=3", "--seed 3", "--out_dir=elsewhere"])
 def test_what_is_no_comparison_is_refused(flags):
     assert "--runs: expected the flags" in refused("extras/compare.py", f"--runs={flags}")
+
+
+def test_a_quotation_that_does_not_end_is_refused(compare):
+    assert "--args= --runs=--x='a b: No closing quotation" in compare(refused, "--runs=--x='a b")

@@ -92,6 +92,9 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch):
     load_refused("gpt2", "openai-community/gpt2 has no safetensors on the hub")
     (tmp_path / "hub/adapter_config.json").touch()
     load_refused(tmp_path / "hub", "it holds PEFT's adapters; merge them")
+    (tmp_path / "hub/model.safetensors").touch()  # beside its base, too
+    load_refused(tmp_path / "hub", "it holds PEFT's adapters; merge them")
+    (tmp_path / "hub/adapter_config.json").unlink()
     (tmp_path / "hub/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     load_refused(tmp_path / "hub", "model.safetensors is only a pointer to the file; run git lfs pull")
 

@@ -133,15 +133,16 @@ def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
     command = [sys.executable, f"{ROOT}/train_gpt2.py", *TINY, f"--data_dir={shards}", "--max_iters=3",
                "--out_dir=None"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("run-*")), done.stdout + done.stderr
+    assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("out_dir*")), done.stdout + done.stderr
     folder = re.search("--out_dir=None: (.*) is removed", done.stdout)[1]
-    assert f"checkpoint: {folder}/ckpt.pt" in done.stdout and not list(Path.cwd().glob("None*"))
+    assert folder.startswith(f"{tmp_path}/out_dir") and not list(Path.cwd().glob("None*"))
+    assert "ckpt.pt" not in done.stdout and "resume" not in done.stdout
 
 
 def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("atexit.register", lambda function: pytest.fail("it would be removed"))
-    for environment, name in (({}, f"run-{os.getpid()}"), ({"RANK": "0"}, f"run-{os.getppid()}-None")):
+    for environment, name in (({}, f"out_dir=None-{os.getpid()}"), ({"RANK": "0"}, f"out_dir=None-{os.getppid()}-None")):
         (tmp_path / name).mkdir()
         with monkeypatch.context() as patch:
             for key, value in environment.items():
