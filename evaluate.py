@@ -110,7 +110,8 @@ def tokenize_row(task, row, tokenizer, stage):
         question, choices = row["question"], row["choices"]["text"]
         gold = row["choices"]["label"].index(row["answerKey"])  # A B C D, or 1 2 3 4
     if gold is None or not free_form and gold not in range(len(choices)) or not isinstance(choices, list):
-        raise ValueError("expected a list of choices with the answer among them, as its index, or an answer that is a number")
+        raise ValueError("expected a list of choices with the answer among them, as its index, or an answer that is "
+                         "a number")
 
     text = question if free_form and task not in TASKS else "Question: " + question + "\nAnswer:"
     if task == "hellaswag":

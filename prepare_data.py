@@ -305,8 +305,8 @@ if __name__ == "__main__":
 
     # documents -> tokens -> shards
     if meta["exhausted"] or (max_tokens and meta["tokens"] >= max_tokens):
-        print(f"{folder} is prepared already: nothing to add for --max_tokens={max_tokens} (files of the same name and "
-              f"size count as unchanged)")
+        print(f"{folder} is prepared already: nothing to add for --max_tokens={max_tokens} (files of the same "
+              f"name and size count as unchanged)")
     elif "state" not in meta:
         fail(f"--data_dir={folder}: an earlier version of prepare_data.py wrote these shards, and this one cannot add "
              "to them; train on them as they are, or give another --data_dir")

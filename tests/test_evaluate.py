@@ -416,12 +416,20 @@ def test_a_bad_line_is_named(tmp_path, task, row, expected):
     good = {"arc_easy": arc("q", ["a", "b"], 0), "mmlu": mmlu("q", ["a", "b"], 1)}.get(task, gsm8k("q", 1))
     write_task(tmp_path, task, [good])
     with open(tmp_path / task / "test.jsonl", "a") as f:
-        f.write("\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n\n")  # empty lines are no rows
+        f.write((row if isinstance(row, str) else json.dumps(row)) + "\n\n")  # empty lines at the end are none
     for stage in ("base", "chat"):
         assert len(load_examples(task, BYTES, stage, tmp_path, max_problems=1)) == 1
         message = error_line(load_examples, task, BYTES, stage, tmp_path)
-        assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 3: ")
+        assert message.startswith(f"error: {tmp_path}/{task}/test.jsonl, line 2: ")
         assert expected in message and f"the schema of {TASKS.get(task, TASKS['gsm8k'])[0]}" in message
+
+
+def test_empty_lines_are_no_rows_but_count_as_lines(tmp_path):
+    path = write_task(tmp_path, "gsm8k", [gsm8k("q", 1)]) / "gsm8k/test.jsonl"
+    path.write_text(f"\n{path.read_text()}\n \n{json.dumps(gsm8k('q', 'seven'))}\n")
+    [example] = load_examples("gsm8k", BYTES, "base", tmp_path, max_problems=1)
+    assert example["where"] == f"{path}, line 2"
+    assert f"{path}, line 5: " in error_line(load_examples, "gsm8k", BYTES, "base", tmp_path)
 
 
 def test_files_that_are_missing_or_empty_and_the_hub(tmp_path, monkeypatch):

@@ -142,12 +142,12 @@ def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
 def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("atexit.register", lambda function: pytest.fail("it would be removed"))
-    for environment, name in (({}, f"out_dir=None-{os.getpid()}"), ({"RANK": "0"}, f"out_dir=None-{os.getppid()}-None")):
-        (tmp_path / name).mkdir()
+    for environment, process in (({}, f"{os.getpid()}"), ({"RANK": "0"}, f"{os.getppid()}-None")):
+        (tmp_path / f"out_dir=None-{process}").mkdir()
         with monkeypatch.context() as patch:
             for key, value in environment.items():
                 patch.setenv(key, value)
-            assert f"{name}" in error_line(make_temporary_folder)
+            assert f"out_dir=None-{process}" in error_line(make_temporary_folder)
 
 
 def test_each_step_drops_other_units(train, tmp_path):
