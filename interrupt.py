@@ -74,13 +74,11 @@ def finish(iter_num, done, checkpointer, log, stop, flags=""):
     if checkpointer.saved_iter != iter_num:
         hint = resume_hint(out_dir) if checkpointer.saved_iter is not None else "nothing of this run is saved"
         fail(f"--out_dir={out_dir}: step {iter_num} could not be saved; {hint}")
-    kept = not out_dir.name.startswith("out_dir=None")  # else start.py removes it
     if not done:
-        print(f"stopped after step {iter_num}" + (f", which is saved; {resume_hint(out_dir)}" if kept else ""))
+        print(f"stopped after step {iter_num}, which is saved; {resume_hint(out_dir)}")
         raise SystemExit(stop.exit_code)
     print(f"done after {iter_num} steps: val loss {facts['val_loss']:.4f} (best {facts['best_val_loss']:.4f}); "
           f"{log.seconds:,.0f} s of training, {log.eval_seconds:,.0f} s of evaluating and saving; peak memory "
-          f"{peak_memory_mb(log.loader.device):,.0f} MiB")
-    if kept:
-        print(f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: python sample.py "
-              f"--checkpoint={shlex.quote(str(out_dir / 'ckpt.pt'))}{flags}")
+          f"{peak_memory_mb(log.loader.device):,.0f} MiB\n"
+          f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: python sample.py "
+          f"--checkpoint={shlex.quote(str(out_dir / 'ckpt.pt'))}{flags}")

@@ -84,7 +84,7 @@ def load_init_from(config, overrides, stage):
 def make_temporary_folder():
     """The out_dir of a run that keeps nothing, one for all ranks of a machine. Rank 0 removes it when it exits."""
     launch = f"{os.getppid()}-{os.environ.get('TORCHELASTIC_RESTART_COUNT')}" if "RANK" in os.environ else os.getpid()
-    folder = Path(tempfile.gettempdir(), f"out_dir=None-{launch}")
+    folder = Path(tempfile.gettempdir(), f"run-{launch}")
 
     def remove():
         shutil.rmtree(folder)

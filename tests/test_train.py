@@ -133,21 +133,20 @@ def test_without_an_out_dir_nothing_is_kept(shards, tmp_path):
     command = [sys.executable, f"{ROOT}/train_gpt2.py", *TINY, f"--data_dir={shards}", "--max_iters=3",
                "--out_dir=None"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
-    assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("out_dir*")), done.stdout + done.stderr
+    assert "done after 3 steps" in done.stdout and not list(tmp_path.glob("run-*")), done.stdout + done.stderr
     folder = re.search("--out_dir=None: (.*) is removed", done.stdout)[1]
-    assert folder.startswith(f"{tmp_path}/out_dir") and not list(Path.cwd().glob("None*"))
-    assert "ckpt.pt" not in done.stdout and "resume" not in done.stdout
+    assert f"checkpoint: {folder}/ckpt.pt" in done.stdout and not list(Path.cwd().glob("None*"))
 
 
 def test_a_temporary_folder_of_another_run_is_neither_used_nor_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("atexit.register", lambda function: pytest.fail("it would be removed"))
-    for environment, process in (({}, f"{os.getpid()}"), ({"RANK": "0"}, f"{os.getppid()}-None")):
-        (tmp_path / f"out_dir=None-{process}").mkdir()
+    for environment, name in (({}, f"run-{os.getpid()}"), ({"RANK": "0"}, f"run-{os.getppid()}-None")):
+        (tmp_path / name).mkdir()
         with monkeypatch.context() as patch:
             for key, value in environment.items():
                 patch.setenv(key, value)
-            assert f"out_dir=None-{process}" in error_line(make_temporary_folder)
+            assert f"{name}" in error_line(make_temporary_folder)
 
 
 def test_each_step_drops_other_units(train, tmp_path):
