@@ -47,8 +47,7 @@ def train(flags, seed):
     with one_line_errors(f"--args={args} --runs={flags}", errors=ValueError):  # a quotation that does not end
         words = shlex.split(f"{args} {flags} --seed={seed}")
     configs = [read_config_file(word) for word in words if word.endswith(".py")]
-    default = re.findall(r'^init_from: str = "(.*?)"', (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
-    init_from = ["scratch", *default, *(config["init_from"] for config in configs if "init_from" in config)][-1]
+    init_from = ["scratch", *(config["init_from"] for config in configs if "init_from" in config)][-1]
     if not init_from.startswith("auto"):
         words.insert(0, "--init_from=auto" + (f":{init_from}" if init_from != "scratch" else ""))
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})

@@ -56,11 +56,6 @@ def test_a_config_file_says_what_the_runs_start_from(compare, tmp_path):
         assert output.count(f"fake.py', {flag}'{tmp_path}/tune.py', '--y=2'") == 2
 
 
-def test_a_script_says_what_it_starts_from(compare, tmp_path):
-    (tmp_path / "fake.py").write_text('init_from: str = "out/ckpt.pt"  # as in chat_sft.py\n' + FAKE_SCRIPT)
-    assert compare(run, "--args=--y=2").count("fake.py', '--init_from=auto:out/ckpt.pt', '--y=2'") == 2
-
-
 def test_a_run_that_stopped_or_failed_is_no_result(compare, tmp_path):
     for args, error in (("--stop=1", ": stopped at step 5; the same command resumes it"),
                         ("--steps=no", "fake.py --init_from=auto --steps=no --seed=1 failed, see above")):
