@@ -269,7 +269,7 @@ if __name__ == "__main__":
     dataset: str = "HuggingFaceFW/fineweb-edu"  # on the Hugging Face hub; or python: the standard library
     dataset_config: str | None = None  # its configuration; None: sample-10BT for FineWeb-Edu, else its default
     dataset_split: str = "train"  # the split of the data set to read
-    files: str | None = None  # local files instead: paths or globs, separated by commas
+    files: str | None = None  # local files instead: paths or globs, separated by commas; a resume compares names, sizes
     text_column: str = "text"  # the column, or key, that holds a document
     data_dir: str | None = None  # where the shards go; None: data/NAME
     tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, python: bytes
@@ -305,8 +305,7 @@ if __name__ == "__main__":
 
     # documents -> tokens -> shards
     if meta["exhausted"] or (max_tokens and meta["tokens"] >= max_tokens):
-        print(f"{folder} is prepared already: nothing to add for --max_tokens={max_tokens} (files of the same "
-              f"name and size count as unchanged)")
+        print(f"{folder} is prepared already: nothing to add for --max_tokens={max_tokens}")
     elif "state" not in meta:
         fail(f"--data_dir={folder}: an earlier version of prepare_data.py wrote these shards, and this one cannot add "
              "to them; train on them as they are, or give another --data_dir")
