@@ -269,7 +269,7 @@ if __name__ == "__main__":
     dataset: str = "HuggingFaceFW/fineweb-edu"  # on the Hugging Face hub; or python: the standard library
     dataset_config: str | None = None  # its configuration; None: sample-10BT for FineWeb-Edu, else its default
     dataset_split: str = "train"  # the split of the data set to read
-    files: str | None = None  # local files instead: paths or globs, separated by commas (on resume names and sizes count)
+    files: str | None = None  # local files instead: paths or globs, comma-separated; a resume compares names, sizes
     text_column: str = "text"  # the column, or key, that holds a document
     data_dir: str | None = None  # where the shards go; None: data/NAME
     tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, python: bytes
