@@ -7,7 +7,7 @@ Conversations -> ids, and back:
 template has that format instead.
 """
 from configurator import one_line_errors
-from tokenizer import CHAT_TOKENS, count_ids, encode, has_template, replace_surrogates
+from tokenizer import CHAT_TOKENS, count_ids, encode, replace_surrogates
 
 ROLES = [name for name in CHAT_TOKENS if name != "end"]
 
@@ -15,16 +15,16 @@ ROLES = [name for name in CHAT_TOKENS if name != "end"]
 def check_chat_format(path, tokenizer, vocab_size):
     """Exit with an error if the model at `path` has neither a chat template nor room for the chat tokens."""
     with one_line_errors(path):
-        if has_template(tokenizer):
+        if tokenizer.chat_template:
             chat_tokens(tokenizer)  # raises ValueError if no special token ends the template's answers
-        elif count_ids(tokenizer) > vocab_size or not getattr(tokenizer, "can_grow", True):
+        elif count_ids(tokenizer) > vocab_size or not tokenizer.can_grow:
             raise ValueError("its tokenizer has no chat template, and its vocabulary no room for our chat tokens; "
                              "take the model's chat version, or put its chat_template.jinja into the folder")
 
 
 def chat_tokens(tokenizer):
     """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template only the last."""
-    if has_template(tokenizer):
+    if tokenizer.chat_template:
         return {"end": tokenizer.end_token}
     return {name: tokenizer.n_vocab + i for i, name in enumerate(CHAT_TOKENS)}
 
@@ -35,7 +35,7 @@ def render_chat(tokenizer, messages, prompt=False):
     equal length; trained says which ids the model learns to write: assistant content and its <|end|>.
     prompt: add the beginning of an answer, <|assistant|>.
     """
-    if has_template(tokenizer):
+    if tokenizer.chat_template:
         return tokenizer.render_chat([{"role": message["role"], "content": replace_surrogates(message["content"])}
                                       for message in messages], prompt)
     special = chat_tokens(tokenizer)
@@ -49,7 +49,7 @@ def render_chat(tokenizer, messages, prompt=False):
 
 def decode_chat(tokenizer, ids):
     """The text of ids, with the chat tokens spelled out."""
-    tokens = {} if has_template(tokenizer) else chat_tokens(tokenizer)
+    tokens = {} if tokenizer.chat_template else chat_tokens(tokenizer)
     spelled = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
     pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else spelled.get(i, b"<|padding|>")
               for i in ids]

@@ -31,7 +31,7 @@ class TokenDataset:
     """
 
     def __init__(self, data_dir, split, max_seq_len):
-        paths = sorted(glob.glob(os.path.join(glob.escape(data_dir), f"*{split}_[0-9]*.bin")))
+        paths = sorted(glob.glob(f"{glob.escape(data_dir)}/*{split}_[0-9]*.bin"))
         nanogpt = Path(data_dir, f"{split}.bin")
         if os.path.exists(f"{data_dir}/meta.pkl"):
             fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
@@ -45,7 +45,7 @@ class TokenDataset:
                  f"python prepare_data.py {source} --data_dir={data_dir}{ready}")
         self.data_dir, self.max_seq_len = data_dir, max_seq_len
         meta = read_meta(data_dir)
-        name, folder = meta["tokenizer"], os.path.join(data_dir, "tokenizer")
+        name, folder = meta["tokenizer"], f"{data_dir}/tokenizer"
         self.tokenizer = get_tokenizer(folder if name.startswith("hf-") else name)
         if self.tokenizer.name != name:
             fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
@@ -56,7 +56,7 @@ class TokenDataset:
         self.checksums = [entry and entry[0] for entry in entries]
         rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
         self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
-        self.tokens = sum(len(shard) for shard in self.shards)
+        self.tokens = sum(map(len, self.shards))
         if "val_tokens" in meta:  # prepare_data.py wrote it; its first version did not record this
             with one_line_errors(f"{data_dir}/meta.json", "run prepare_data.py again"):
                 recorded = meta["val_tokens"] if split == "val" else meta["tokens"] - meta["val_tokens"]
@@ -177,14 +177,14 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, progress=ite
     model: compiled or not; it sees one shape. A last batch that is not full is padded with rows that do not count.
     progress: wraps an iterable, as tqdm does.
     """
-    rank, world_size, was_training = get_rank(), get_world_size(), model.training
+    was_training = model.training
     model.eval()
     n_rows = min(len(dataset), eval_iters * batch_size)
     token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-    for first in progress(range(0, n_rows, world_size * batch_size)):  # equally many per rank, as FSDP requires
-        rows = torch.arange(batch_size) + first + rank * batch_size
-        batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
+    for first in progress(range(0, n_rows, get_world_size() * batch_size)):  # equally many per rank, as FSDP requires
+        rows = np.arange(batch_size) + first + get_rank() * batch_size
+        batch = dataset.get_batch(rows.clip(max=n_rows - 1), device)
         batch["targets"][rows >= n_rows] = IGNORE
         targets = batch["targets"][batch["targets"] != IGNORE].cpu()
         totals += torch.tensor([model(**batch).item(), len(targets), token_sizes[targets].sum()], dtype=torch.float64)

@@ -69,8 +69,8 @@ def excepthook(kind, error, tb):
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps and "
              f"--eval_iters by the same factor, to train the same model)", alone=True)
     elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
-        print(f"error: another rank is gone or unreachable ({' '.join(str(error).split())[:150]}); start all of them "
-              f"again with --init_from=auto", file=sys.stderr)
+        print(f"error: another rank is gone or unreachable ({format_error(error)}); start all of them again "
+              f"with --init_from=auto", file=sys.stderr)
     else:
         configurator.excepthook(kind, error, tb)
 
@@ -109,7 +109,8 @@ def pick_dtype(dtype, device):
 
 
 def make_autocast(device, dtype):
-    """The context for forward passes; weights and optimizer state stay in float32."""
+    """The context for forward passes, with --dtype; weights and optimizer state stay in float32."""
+    dtype = pick_dtype(dtype, device)
     return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
@@ -134,15 +135,6 @@ def barrier():
 
 def is_sharded(model):
     return hasattr(model, "set_requires_gradient_sync")  # an FSDP module
-
-
-def set_gradient_sync(model, sync):
-    """
-    Whether the next backward averages gradients over the ranks: only the last one of a step needs to. A sharded model
-    averages in each backward; otherwise every rank would keep the whole gradient until then.
-    """
-    if dist.is_initialized() and not is_sharded(model):
-        model.require_backward_grad_sync = sync
 
 
 def gather(tensor):

@@ -44,10 +44,10 @@ from tqdm import tqdm  # comes with datasets
 from chat_format import chat_tokens, decode_chat, render_chat
 from checkpoint import check_tokenizer, describe_model, load_model, pick_max_seq_len, replacing
 from dataloader import TokenDataset, validation_loss
-from distributed import get_rank, init_process, make_autocast, pick_dtype, print0
+from distributed import get_rank, init_process, make_autocast, print0
 from model import compute_logits
 from sample import eval_share, generate, generation_limits
-from tokenizer import get_tokenizer
+from tokenizer import encode, get_tokenizer
 
 TASKS = {  # name on the hub, configuration, split
     "hellaswag": ("Rowan/hellaswag", None, "validation"),  # Zellers et al. 2019; its test set has no public labels
@@ -134,8 +134,8 @@ def tokenize_row(task, row, tokenizer, stage):
         # Spaces at the end of a context move to the continuation, as in the harness: a space is never joined to the
         # letters before it, so context and continuation are split there.
         prompt = text.rstrip() if choices else text
-        ids = tokenizer.encode_ordinary(prompt)
-        choices = [tokenizer.encode_ordinary(f"{text} {choice}")[len(ids):] for choice in choices]
+        ids = encode(tokenizer, prompt).tolist()
+        choices = [encode(tokenizer, f"{text} {choice}").tolist()[len(ids):] for choice in choices]
         context = [tokenizer.eot_token, *ids]
     return {"context": context, "choices": choices, "characters": characters, "gold": gold}
 
@@ -276,7 +276,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
         longest = max(map(len, choices or [ids]))
         truncated += len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
-    chance = chance or Counter(example["gold"] for example in examples).most_common(1)[0][1]
+    chance = chance or max(Counter(example["gold"] for example in examples).values())
 
     result = {}
     for norm in ("", "_norm"):
@@ -348,7 +348,7 @@ if __name__ == "__main__":
     taken = {*results, "validation"}
     if taken & examples.keys():
         fail(f"--tasks={tasks}: the results have something else under {', '.join(sorted(taken))}; rename the task")
-    autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
+    autocast = make_autocast(torch_device, dtype)
     with autocast, one_line_errors(f"--checkpoint={checkpoint}", errors=ValueError):
         if data_dir:
             val_data = TokenDataset(data_dir, "val", pick_max_seq_len(max_seq_len, model.config.max_seq_len))

@@ -26,7 +26,7 @@ from checkpoint import describe_model, load_model
 from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_from_hf, config_to_hf, convert_weights,
                        hub_name, import_transformers)
 from model import MLA_SIZES
-from tokenizer import END_OF_TEXT, count_ids, get_tokenizer, has_template
+from tokenizer import END_OF_TEXT, count_ids, get_tokenizer
 
 # fields that training alone reads, or that to_hf multiplies out
 NOT_IN_EXPORTS = ("dropout", "embed_norm", "attention", *MLA_SIZES)
@@ -63,7 +63,7 @@ def build_hf_model(model, tokenizer, chat):
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
     eot = tokenizer.eot_token
     ends = [chat_tokens(tokenizer)["end"]] if chat else []
-    ends = [*dict.fromkeys([*ends, *getattr(tokenizer, "stop_ids", [eot])])]
+    ends = [*dict.fromkeys([*ends, *tokenizer.stop_ids])]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_config = transformers.AutoConfig.for_model(**fields, bos_token_id=eot,
@@ -73,7 +73,7 @@ def build_hf_model(model, tokenizer, chat):
                 raise ValueError(f"{name}={getattr(config, name)} is not in the config.json of {fields['model_type']}")
         hf_model = transformers.AutoModelForCausalLM.from_config(hf_config)
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
-        compare_logits(hf_model.eval(), model, min(1024, config.max_seq_len))
+        compare_logits(hf_model.eval(), model, 1024)
     # not in the model's own config, where it would keep transformers from training this token's embedding
     hf_model.generation_config.pad_token_id = eot
     # ids that the model was never trained to write
@@ -92,7 +92,7 @@ def tokenizer_to_hf(tokenizer):
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer  # splits text as GPT-2 does; transformers depends on it
     from hf_tokenizer import byte_of_letter
-    if tokenizer.name in ("gpt2", "bytes"):
+    if not tokenizer.files:  # gpt2 or bytes
         letters = {byte: letter for letter, byte in byte_of_letter().items()}
         vocab = {"".join(letters[byte] for byte in token): i for token, i in tokenizer._mergeable_ranks.items()}
         merges = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))
@@ -107,14 +107,15 @@ def tokenizer_to_hf(tokenizer):
 
 def write_tokenizer(tokenizer, chat, max_seq_len, folder):
     """Writes a tokenizer to a Hugging Face folder: its own files, or new ones with our chat format."""
+    from hf_tokenizer import write_files  # not at the top: it needs tokenizers, which transformers brings
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len,
                 "clean_up_tokenization_spaces": False,
                 # transformers 4 would add token_type_ids, which its GPT-2 embeds, too
                 "model_input_names": ["input_ids", "attention_mask"]}
-    if not has_template(tokenizer):  # a template may write bos_token if there is one
+    if not tokenizer.chat_template:  # a template may write bos_token if there is one
         eot = tokenizer.decode_single_token_bytes(tokenizer.eot_token).decode()
         settings |= {"bos_token": eot, "eos_token": eot, "pad_token": eot}
-    if has_template(tokenizer) or not chat and tokenizer.name not in ("gpt2", "bytes"):
+    if tokenizer.chat_template or tokenizer.files and not chat:
         files = tokenizer.files
         if own := files.get("tokenizer_config.json"):  # for the class in it transformers 5 may build another tokenizer
             settings = {**json.loads(own), "tokenizer_class": settings["tokenizer_class"]}
@@ -122,8 +123,7 @@ def write_tokenizer(tokenizer, chat, max_seq_len, folder):
         files = {"tokenizer.json": tokenizer_to_hf(tokenizer).to_str(pretty=True)}
         if chat:
             settings |= {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    for name, text in {**files, "tokenizer_config.json": json.dumps(settings)}.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    write_files(folder, {**files, "tokenizer_config.json": json.dumps(settings)})
 
 
 # render_chat in jinja; TRL's assistant_only_loss trains on what is inside generation
@@ -152,7 +152,7 @@ def llama_cpp_fault(config, tokenizer):
     """Why llama.cpp (b9993) cannot run a model, as text, or "". tests/llama_cpp.py tries each case."""
     if tokenizer.name == "bytes":
         return "its converter does not know the tokenizer"
-    if not getattr(tokenizer, "byte_level", True):
+    if not tokenizer.byte_level:
         return "its converter needs the original model's tokenizer.model in the folder, or it splits text wrongly"
     if config.arch == "llama" and config.attention == "mla":
         if config.q_lora_rank is None:
@@ -227,13 +227,11 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         if p.isinf().any():
             fail(f"--dtype={dtype}: {name} has weights that are too large for it; use bfloat16")
     print(f"writing {out_dir} ...")
-    from hf_tokenizer import FILES  # not at the top: it needs tokenizers, which transformers brings
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for pattern in ("model.safetensors*", *FILES):
-            for file in folder.glob(pattern):
-                file.unlink()
+        for file in folder.glob("model.safetensors*"):
+            file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),

@@ -22,11 +22,20 @@ def read_files(folder):
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}
 
 
+def write_files(folder, files):
+    """Writes a tokenizer's files to a folder, and removes those that an earlier one left there."""
+    for name in FILES:
+        if name in files:
+            (folder / name).write_text(files[name], encoding="utf-8")
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
 @functools.cache
 def byte_of_letter():
     """{printable character: byte}: how vocabularies like GPT-2's write bytes."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # printable bytes as they are, then the others
-    return dict(zip(letters, sorted(range(256), key=lambda byte: (chr(byte) not in letters, byte))))
+    return dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
 
 
 class HFTokenizer:
@@ -36,22 +45,25 @@ class HFTokenizer:
     """
 
     def __init__(self, files):
+        def read(name):
+            return json.loads(files.get(name, "{}"))
+
         self.files = {name: files[name] for name in FILES if name in files}  # no other files: export would write them
-        content = json.loads(files["tokenizer.json"])  # plain-text ids depend on the parts below, not on added tokens
+        content = read("tokenizer.json")  # plain-text ids depend on the parts below, not on added tokens
         content = json.dumps([content.get(key) for key in ("normalizer", "pre_tokenizer", "model")])
         self.name = f"hf-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
         self.bpe = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
         self.bpe.no_truncation()
         self.bpe.no_padding()
-        vocabulary = self.bpe.get_vocab(with_added_tokens=True)
+        vocabulary = self.bpe.get_vocab()  # with the added tokens
         self.n_vocab = max(vocabulary.values()) + 1
         self.added = self.bpe.get_added_tokens_decoder()
         self.special = {i: token.content for i, token in self.added.items() if token.special}
         self.byte_level = "ByteLevel" in repr(self.bpe.decoder)
 
-        settings = json.loads(files.get("tokenizer_config.json", "{}"))
+        settings = read("tokenizer_config.json")
         if "added_tokens_decoder" not in settings:  # as in transformers
-            settings |= json.loads(files.get("special_tokens_map.json", "{}"))
+            settings |= read("special_tokens_map.json")
         self.chat_template = files.get("chat_template.jinja") or settings.get("chat_template")
         # {"bos_token": "<s>", ...}: templates may write these
         self.named_tokens = {key: token["content"] if isinstance(token, dict) else token
@@ -63,8 +75,8 @@ class HFTokenizer:
         if not separators:
             raise ValueError("it has no special token <|endoftext|>, bos_token or eos_token; train it with "
                              "special_tokens=['<|endoftext|>']")
-        ends = json.loads(files.get("generation_config.json", "{}")).get("eos_token_id")  # Llama 3.1 has three
-        ends = {*(ends if isinstance(ends, list) else [ends]), separators[0], separators[-1]}
+        ends = np.ravel(read("generation_config.json").get("eos_token_id"))  # an id or a list: Llama 3.1 has three
+        ends = {*ends.tolist(), separators[0], separators[-1]}
         self.eot_token, self.stop_ids = separators[0], ends & {*vocabulary.values()}
         self.special_token = re.compile("|".join(map(re.escape, special)))
         # whether the chat tokens would get the ids after its own, and each message the ids that it has in a whole text
@@ -76,17 +88,21 @@ class HFTokenizer:
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
         if not self.byte_level:  # SentencePiece's space, which Code Llama's special tokens spell
             text, decoded = text.replace("\u2581", " "), decoded.replace("\u2581", " ")
-        if decoded != text or self.special.keys() & set(ids) or getattr(self.bpe.model, "dropout", None):
+        if decoded != text or self.special.keys() & ids or getattr(self.bpe.model, "dropout", None):
             raise ValueError("its ids do not reliably decode to the text that they encode (give it a ByteLevel "
                              "pre-tokenizer and decoder, without a normalizer), or they spell special tokens")
 
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
 
+    def encode(self, text, special_as_text):
+        """The ids of a text, with their offsets. special_as_text: text that spells a special token stays text."""
+        self.bpe.encode_special_tokens = special_as_text
+        return self.bpe.encode(text, add_special_tokens=False)
+
     def encode_ordinary(self, text):
         """The ids of a text, as a list. Text that spells a special token stays text."""
-        self.bpe.encode_special_tokens = True
-        return self.bpe.encode(text, add_special_tokens=False).ids
+        return self.encode(text, True).ids
 
     def encode_to_numpy(self, text, disallowed_special=()):
         """The ids of a text, (n,) uint32. tiktoken's name and arguments."""
@@ -124,11 +140,11 @@ class HFTokenizer:
         """The id that ends an answer. Raises ValueError if the template has none, or writes today's date."""
         if "strftime_now" in str(self.chat_template) and "date_string" not in str(self.chat_template):
             raise ValueError("the model's chat template writes today's date; put a date in place of strftime_now(...)")
-        talk = [{"role": role, "content": f"the {turn} message of the {role}"}
-                for turn in ("first", "second") for role in ("user", "assistant")]
-        text = self.apply_template(talk)
-        place = text.rfind(talk[-1]["content"])
-        end = self.special_token.search(text, max(place, 0))
+        answer = "the answer of the assistant"
+        text = self.apply_template([{"role": "user", "content": "a question"},
+                                    {"role": "assistant", "content": answer}])
+        place = text.rfind(answer)
+        end = self.special_token.search(text, place)
         if place < 0 or not end:
             raise ValueError("the model's chat template rewrites an answer, or does not end it with a special token")
         return self.bpe.token_to_id(end[0])
@@ -148,7 +164,7 @@ class HFTokenizer:
         if text != outline and (len(text) != len(outline)
                                 or any(b not in (a, "\ue000") for a, b in zip(text, outline))):
             raise ValueError("the model's chat template treats a message with a special token differently")
-        place, answers, end_tokens = 0, [], set()
+        place, answers = 0, []
         for i, message in enumerate(hidden):
             is_answer = (message["role"] == "assistant" and not prompt
                          and outline.startswith(before := self.apply_template(hidden[:i], prompt=True)))
@@ -162,15 +178,14 @@ class HFTokenizer:
                 raise ValueError(f"the model's chat template leaves out or rewrites the {message['role']}'s message")
             if is_answer:
                 end = self.special_token.search(outline, place)
-                end_tokens.add(end and end[0])
-                place = end.end() if end else len(text)
+                if not end or self.bpe.token_to_id(end[0]) != self.end_token:
+                    raise ValueError("the model's chat template does not end every answer with the same special token")
+                place = end.end()
                 answers.append((len(before), place))
         if not answers and not prompt:
             begins = self.apply_template(hidden[:-1], prompt=True)[-40:]
             raise ValueError("the model's chat template begins answers unlike its generation prompt, which ends with "
                              f"{begins!r}; answers must begin so, too, and the template must keep it")
-        if len(end_tokens) > 1 or None in end_tokens:
-            raise ValueError("the model's chat template does not end every answer with the same special token")
         ids, offsets = self.encode_template(text, outline)
         special = [self.bpe.token_to_id(found[0]) for found in self.special_token.finditer(outline)]
         if [i for i in ids if i in self.special] != special:
@@ -180,8 +195,7 @@ class HFTokenizer:
 
     def encode_template(self, text, outline):
         """The ids of a rendered text and where each begins and ends in it. outline: without typed special tokens."""
-        self.bpe.encode_special_tokens = False
-        encoding = self.bpe.encode(text, add_special_tokens=False)
+        encoding = self.encode(text, special_as_text=False)
         if text == outline:
             return encoding.ids, encoding.offsets
         if self.encode_pieces(text, text)[0] != encoding.ids:
@@ -193,8 +207,7 @@ class HFTokenizer:
         special = [found.span() for found in self.special_token.finditer(outline)]
         ids, offsets = [], []
         for begins, ends in pairwise([0, *chain(*special), len(text)]):  # in turn text and a special token
-            self.bpe.encode_special_tokens = (begins, ends) not in special
-            encoding = self.bpe.encode(text[begins:ends], add_special_tokens=False)
+            encoding = self.encode(text[begins:ends], (begins, ends) not in special)
             ids += encoding.ids
             offsets += [(begins + a, begins + b) for a, b in encoding.offsets]
         return ids, offsets

@@ -15,7 +15,7 @@ import torch
 from configurator import one_line_errors
 from distributed import print0
 from model import GPT, GPTConfig
-from tokenizer import get_tokenizer, has_template, tokenizer_entry
+from tokenizer import get_tokenizer, tokenizer_entry
 
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
@@ -124,10 +124,11 @@ def import_transformers(where=""):
 @torch.no_grad()
 def compare_logits(hf_model, model, length):
     """
-    Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens. The logits of a
-    barely trained model are too small to differ, so both heads are temporarily scaled up, by a power of two.
+    Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens, or as many as
+    they have positions. The logits of a barely trained model are too small to differ, so both heads are temporarily
+    scaled up, by a power of two.
     """
-    idx = torch.arange(length)[None] % model.config.vocab_size
+    idx = torch.arange(min(length, model.config.max_seq_len))[None] % model.config.vocab_size
     heads = {head.data_ptr(): head for head in (hf_model.get_output_embeddings().weight, model.lm_head.weight)}
     largest = model(idx).abs().max().clamp(min=1e-3)
     if not largest.isfinite():
@@ -162,7 +163,7 @@ def read_weights(folder, config, dtype):
         model = GPT(config)
     to_ours = [(theirs, ours) for ours, theirs in LLAMA_NAMES.items()]
     model.load_state_dict(convert_weights(hf_model.state_dict(), config, to_ours), assign=True)
-    compare_logits(hf_model, model.eval(), min(64, config.max_seq_len))
+    compare_logits(hf_model, model.eval(), 64)
     narrow = {name: weights.to(dtype) for name, weights in model.state_dict().items()}
     exact = all(torch.equal(weights.float(), model.state_dict()[name]) for name, weights in narrow.items())
     return narrow if exact else model.state_dict()
@@ -196,7 +197,7 @@ def load_hf(path):
         hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config, run = config_from_hf(hf_config), folder / "run.json"
         tokenizer = read_tokenizer(folder, config.vocab_size)
-        facts = {"tokenizer": tokenizer_entry(tokenizer), "stage": "chat" if has_template(tokenizer) else "base"}
+        facts = {"tokenizer": tokenizer_entry(tokenizer), "stage": "chat" if tokenizer.chat_template else "base"}
         if run.exists():
             found = json.loads(run.read_bytes())
             facts |= {key: found[key] for key in RUN_FACTS}
@@ -229,7 +230,7 @@ def read_tokenizer(folder, vocab_size):
         return ours
     tokenizer = HFTokenizer(read_files(folder))
     # export_hf.py wrote run.json; but it may have kept the template of a model that came from elsewhere
-    our_format = not has_template(tokenizer) or (folder / "run.json").exists() and "<|end|>" in tokenizer.chat_template
+    our_format = not tokenizer.chat_template or (folder / "run.json").exists() and "<|end|>" in tokenizer.chat_template
     if ours and our_format and all(
             tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i) for i in range(ours.n_vocab)):
         return ours

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from compiling import graphs_compiled
 from configurator import fail
@@ -146,23 +147,17 @@ def find_nonfinite(model, batch, autocast):
     """
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not gather(p.grad).isfinite().all()]
     bad.sort(key=lambda name: "wte." not in name and "wpe." not in name)  # in the order of forward: embeddings first
-    found = []
+    names, found = {module: name for name, module in model.named_modules()}, []
 
-    def look_at(name):
-        return lambda module, inputs, output: (
-            found.append(name) if torch.is_tensor(output) and not output.isfinite().all() else None)
+    def look_at(module, inputs, output):
+        if torch.is_tensor(output) and not output.isfinite().all():
+            found.append(names[module])
 
-    hooks = [module.register_forward_hook(look_at(name)) for name, module in model.named_modules() if name]
     try:
-        with autocast, torch.compiler.set_stance("force_eager"):
-            loss = model(**batch)
+        with autocast, torch.compiler.set_stance("force_eager"), register_module_forward_hook(look_at):
+            model(**batch)
     except torch.OutOfMemoryError:  # packed rows on a GPU: uncompiled, FlexAttention keeps all scores
         return "it is not finite, and there is not enough memory to find out where"
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if found:
-        return f"the output of {found[0]} is not finite"
-    if not loss.isfinite():
-        return "its loss is not finite"
+    if found:  # the model itself has no name, and returns the loss
+        return f"the output of {found[0]} is not finite" if found[0] else "its loss is not finite"
     return f"the gradient of {bad[-1]} is not finite" if bad else "it is not finite in another micro-batch"

@@ -110,7 +110,7 @@ def attend(q, k, v, mask, dropout):
     mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T; or, without
     dropout, a BlockMask: FlexAttention (Dong et al. 2024) skips the blocks of scores in which no query may look.
     """
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, positions, hd)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, positions, hd)
     if isinstance(mask, BlockMask):
         # uncompiled it would keep all scores
         attention = flex_attention if torch.compiler.is_compiling() else torch.compile(flex_attention, dynamic=False)
@@ -125,10 +125,9 @@ def attend(q, k, v, mask, dropout):
 
 def decode_attention(q, k, v, mask, scale, matmul=torch.matmul):
     """
-    Attention of one new position over a cache. q (B, 1, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) ->
+    Attention of one new position over a cache. q (B, 1, nh, hd), k (B, nkv, S, hd), v (B, nkv, S, vd) ->
     (B, 1, nh, vd). nh / nkv heads share each key. mask: (B, 1, 1, S) bool. scale: factor on the scores.
     """
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, nkv, S, hd)
     q = q[:, 0].unflatten(1, (k.size(1), -1))  # (B, nkv, nh / nkv, hd)
     scores = matmul(q, k.transpose(2, 3)).float() * scale  # (B, nkv, nh / nkv, S)
     p = scores.masked_fill(~mask, -math.inf).softmax(-1).type_as(q)
@@ -138,13 +137,11 @@ def decode_attention(q, k, v, mask, scale, matmul=torch.matmul):
 def write_cache(cache, positions, *new):
     """
     Writes each of `new` (B, T, heads, hd) into its cache tensor (B, heads, S, hd) at `positions` (B, T). In this
-    layout the keys of a head are contiguous, which a CPU reads several times faster. Returns the whole cache as
-    (B, S, heads, hd).
+    layout the keys of a head are contiguous, which a CPU reads several times faster.
     """
     row = torch.arange(positions.size(0), device=positions.device)[:, None]
     for old, values in zip(cache, new):
-        old[row, :, positions] = values.to(old.dtype)  # (B, T, heads, hd): indexed dims come first
-    return [tensor.transpose(1, 2) for tensor in cache]
+        old[row, :, positions] = values  # (B, T, heads, hd): indexed dims come first
 
 
 class Attention(nn.Module):
@@ -162,9 +159,10 @@ class Attention(nn.Module):
     def attend_or_decode(self, q, k, v, positions, mask, cache):
         """Attends, over the whole cache if there is one: (B, T, heads, hd) each -> (B, T, nh * hd)."""
         if cache is not None:
-            k, v = write_cache(cache, positions, k, v)
+            write_cache(cache, positions, k, v)
             if q.size(1) == 1:
-                return self.decode(q, k, v, mask, 1 / math.sqrt(q.size(-1))).flatten(2)
+                return self.decode(q, *cache, mask, 1 / math.sqrt(q.size(-1))).flatten(2)
+            k, v = (tensor.transpose(1, 2) for tensor in cache)
         return self.attend(q, k, v, mask, self.config.dropout if self.training else 0.0)
 
 
@@ -259,11 +257,11 @@ class MLA(Attention):
         if c.qk_rope_head_dim:
             q_pe, k_pe = (apply_rotary_emb(interleaved_to_half(pe.float()), rope).type_as(q) for pe in (q_pe, k_pe))
         if cache is not None:
-            keys, = write_cache(cache, positions, torch.cat((latent[:, :, None], k_pe), dim=-1))
-            keys = keys.type_as(q)  # (B, S, 1, rank + rope)
+            write_cache(cache, positions, torch.cat((latent[:, :, None], k_pe), dim=-1))
+            keys, = cache  # (B, 1, S, rank + rope)
             if x.size(1) == 1:
                 return self.o_proj(self.forward_absorbed(q_nope, q_pe, keys, mask))
-            latent, k_pe = keys[:, :, 0, :c.kv_lora_rank], keys[..., c.kv_lora_rank:]
+            latent, k_pe = keys[:, 0, :, :c.kv_lora_rank], keys[:, 0, :, None, c.kv_lora_rank:]
         kv = self.kv_b_proj(latent).unflatten(-1, (c.n_head, -1))
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         v = v.contiguous()  # CUDA's kernels read 16 bytes at a time; a slice may start in between
@@ -272,7 +270,7 @@ class MLA(Attention):
         return self.o_proj(self.attend_or_decode(q, k, v, positions, mask, None))
 
     def forward_absorbed(self, q_nope, q_pe, keys, mask):
-        """Attention of one position over cached keys (B, S, 1, rank + rope), not expanded -> (B, 1, nh * v)."""
+        """Attention of one position over cached keys (B, 1, S, rank + rope), not expanded -> (B, 1, nh * v)."""
         c = self.config
         up = self.kv_b_proj  # with an adapter (extras/lora.py) use the merged weight
         up = up.merged_weight() if hasattr(up, "merged_weight") else up.weight
@@ -455,18 +453,17 @@ class GPT(nn.Module):
         embedding's direction change more slowly at a given learning rate.
         """
         for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif p.dim() == 1:  # the weights of norms
-                nn.init.ones_(p)
-            elif name.endswith("wpe.weight"):
-                nn.init.normal_(p, std=0.01)
+            std = 0.02
+            if name.endswith("wpe.weight"):
+                std = 0.01
             elif self.config.embed_norm and name.endswith("wte.weight"):
-                nn.init.normal_(p, std=1.0)
+                std = 1.0
             elif name.endswith(("c_proj.weight", "o_proj.weight", "down_proj.weight")):
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
-            else:
-                nn.init.normal_(p, std=0.02)
+                std = 0.02 / math.sqrt(2 * self.config.n_layer)
+            if p.dim() > 1:
+                nn.init.normal_(p, std=std)
+            elif name.endswith("bias"):  # the weights of norms are ones already
+                nn.init.zeros_(p)
 
     def forward(self, idx, targets=None, positions=None, mask=None, cache=None, **loss_inputs):
         """

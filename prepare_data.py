@@ -57,11 +57,10 @@ def find_source(files, dataset, dataset_config, dataset_split):
     if files is not None:
         paths = sorted({path for pattern in map(str.strip, files.split(","))
                         for path in glob.glob(pattern, recursive=True) or [pattern]})
-        source = {"files": [[path, os.path.getsize(path)] for path in paths]}
         kinds = {*map(kind_of, paths)}
         if len(kinds) > 1 or not kinds < {*KINDS}:
             raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
-        return source
+        return {"files": [[path, os.path.getsize(path)] for path in paths]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}
     return {"dataset": dataset, "split": dataset_split,
@@ -215,9 +214,9 @@ def read_progress(folder, recipe):
     path = folder / "meta.json"
     if path.exists() and b'"tokenizer"' not in path.read_bytes():
         raise ValueError("holds a meta.json that prepare_data.py did not write")
+    counts = {"documents": 0, "documents skipped": 0, "tokens": 0, "bytes": 0, "train shards": 0, "exhausted": False}
     if not any(folder.glob("*.bin")):
-        return {**recipe, "documents": 0, "documents skipped": 0, "tokens": 0, "bytes": 0, "train shards": 0,
-                "exhausted": False, "state": None}
+        return {**recipe, **counts, "state": None}
     meta = json.loads(path.read_text())
     for key, value in recipe.items():
         if meta.get(key, value) != value:  # an earlier version wrote fewer keys
@@ -225,7 +224,7 @@ def read_progress(folder, recipe):
     for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
         read_shard(folder / name, meta.get("shards", {}).get(name))
     (folder / f"train_{meta['train shards']:06d}.bin").unlink(missing_ok=True)  # written just before a kill
-    for key in ("documents", "documents skipped", "tokens", "bytes", "exhausted"):
+    for key in counts:
         if not isinstance(meta[key], int):
             raise ValueError(f"its meta.json is damaged: {key} is {meta[key]!r}")
     if "files" in recipe["source"] and "previous_state" in str(meta.get("state")):
@@ -247,7 +246,7 @@ def write_shard(folder, tokens, meta):
 
 def write_shards(folder, batches, max_tokens, meta):
     """Write batches of tokens as shards until there are max_tokens, or no more batches. Keeps meta up to date."""
-    shard = []  # arrays of tokens
+    shard, begin = [], max(meta["tokens"], meta["val_tokens"])  # the next one's arrays; tokens before it
     with tqdm(total=max_tokens, initial=meta["tokens"], unit="tok", unit_scale=True) as bar:
         for tokens, counts, state in batches:
             shard.append(tokens)
@@ -255,13 +254,12 @@ def write_shards(folder, batches, max_tokens, meta):
             bar.update(len(tokens))
             if max_tokens and meta["tokens"] >= max_tokens:
                 break
-            held_out = meta["val_tokens"] if meta["train shards"] == 0 else 0
-            if sum(map(len, shard)) >= meta["shard_size"] + held_out:
+            if meta["tokens"] >= begin + meta["shard_size"]:
                 write_shard(folder, np.concatenate(shard), meta)
-                shard = []
+                shard, begin = [], meta["tokens"]
         else:
             meta["exhausted"] = True
-    if any(map(len, shard)) and meta["tokens"] > meta["val_tokens"]:
+    if meta["tokens"] > begin:
         write_shard(folder, np.concatenate(shard), meta)
 
 
@@ -316,14 +314,10 @@ if __name__ == "__main__":
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
-            if tokenizer_files := getattr(encoding, "files", {}):
-                from hf_tokenizer import FILES  # not at the top: gpt2 and bytes do without it
+            if encoding.files:
+                from hf_tokenizer import write_files  # not at the top: gpt2 and bytes do without it
                 (folder / "tokenizer").mkdir(exist_ok=True)
-                for name in FILES:
-                    if name in tokenizer_files:
-                        write_atomically(folder / "tokenizer" / name, tokenizer_files[name].encode())
-                    else:  # that of an earlier preparation
-                        (folder / "tokenizer" / name).unlink(missing_ok=True)
+                write_files(folder / "tokenizer", encoding.files)
             batches = read_batches(source, text_column, meta["state"])
             write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "

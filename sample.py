@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import describe_model, load_model, pick_max_seq_len
-from distributed import get_rank, get_world_size, init_process, is_sharded, make_autocast, pick_dtype, print0
+from distributed import get_rank, get_world_size, init_process, is_sharded, make_autocast, print0
 from model import decode_attention, matmul_dtype
-from tokenizer import count_ids, encode, get_tokenizer, has_template, sanitize
+from tokenizer import count_ids, encode, get_tokenizer, sanitize
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def compile_step(model, batch):
 def generation_limits(tokenizer, chat):
     """Arguments stop_ids and n_vocab of generate. A chat token stops a chat model; a base model has learned none."""
     special = chat_tokens(tokenizer).values() if chat else []
-    return {"stop_ids": [tokenizer.eot_token, *getattr(tokenizer, "stop_ids", []), *special],
+    return {"stop_ids": [*tokenizer.stop_ids, *special],
             "n_vocab": count_ids(tokenizer) if chat else tokenizer.n_vocab}
 
 
@@ -190,7 +190,7 @@ if __name__ == "__main__":
                 raise ValueError("is empty; expected a question")
 
     torch_device = init_process(device)
-    autocast = make_autocast(torch_device, pick_dtype(dtype, torch_device))
+    autocast = make_autocast(torch_device, dtype)
     model, loaded = load_model(checkpoint, torch_device)
     print(describe_model(loaded))
     tokenizer = get_tokenizer(loaded["tokenizer"])
@@ -269,7 +269,7 @@ if __name__ == "__main__":
                     del messages[-1]
                     continue
                 answer = write("model: ", ids, len(messages) // 2)
-                if has_template(tokenizer):  # which may itself write the space that answers begin with
+                if tokenizer.chat_template:  # which may itself write the space that answers begin with
                     answer = answer.strip()
                 messages.append({"role": "assistant", "content": answer})
             if text:

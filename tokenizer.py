@@ -4,8 +4,8 @@ for the chat tokens. A special token that a user types is plain text.
 """
 import functools
 import os
+import re
 from pathlib import Path
-from unicodedata import category
 
 import numpy as np
 import tiktoken
@@ -23,8 +23,8 @@ def get_tokenizer(name):
     Otherwise `name` is a Hugging Face folder, or what tokenizer_entry returned: returns its HFTokenizer.
     """
     if name == "bytes":
-        return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
-                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+        return complete(tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
+                                          mergeable_ranks={bytes([i]): i for i in range(256)}))
     if name != "gpt2":
         where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
         with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
@@ -35,12 +35,20 @@ def get_tokenizer(name):
     with one_line_errors("tokenizer='gpt2': its vocabulary could not be downloaded and is not in "
                          + os.environ["TIKTOKEN_CACHE_DIR"], "set TIKTOKEN_CACHE_DIR to a folder that has it, or "
                          "prepare the data with --tokenizer=bytes, which downloads nothing"):
-        return tiktoken.get_encoding(name)
+        return complete(tiktoken.get_encoding(name))
+
+
+def complete(encoding):
+    """Gives a tiktoken.Encoding the attributes of an HFTokenizer that other files read, and returns it."""
+    encoding.files = encoding.chat_template = None
+    encoding.special = encoding.stop_ids = {encoding.eot_token}
+    encoding.can_grow = encoding.byte_level = True
+    return encoding
 
 
 def tokenizer_entry(tokenizer):
     """A tokenizer as a checkpoint keeps it and get_tokenizer reads it: gpt2, bytes, or an HFTokenizer's files."""
-    return getattr(tokenizer, "files", tokenizer.name)
+    return tokenizer.files or tokenizer.name
 
 
 def encode(tokenizer, text):
@@ -56,14 +64,9 @@ def replace_surrogates(text):
     return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def has_template(tokenizer):
-    """Whether a tokenizer has a chat template; if not, it gets the chat tokens."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
 def count_ids(tokenizer):
-    """How many ids the tokenizer and the chat tokens have."""
-    return tokenizer.n_vocab + (0 if has_template(tokenizer) else len(CHAT_TOKENS))
+    """How many ids the tokenizer and the chat tokens have. With a chat template there are no chat tokens."""
+    return tokenizer.n_vocab + (0 if tokenizer.chat_template else len(CHAT_TOKENS))
 
 
 def padded_vocab_size(tokenizer):
@@ -80,12 +83,11 @@ def token_dtype(tokenizer):
 def token_bytes(tokenizer):
     """The number of bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
-    special = getattr(tokenizer, "special", [tokenizer.eot_token])
     for i in range(tokenizer.n_vocab):
-        sizes[i] = 0 if i in special else len(tokenizer.decode_single_token_bytes(i))
+        sizes[i] = 0 if i in tokenizer.special else len(tokenizer.decode_single_token_bytes(i))
     return sizes
 
 
 def sanitize(text):
     """Text with U+FFFD for control characters, which upset a terminal, and for lone surrogates."""
-    return "".join("\ufffd" if category(c) in ("Cc", "Cs") and c not in "\n\t" else c for c in text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", text)

@@ -21,7 +21,7 @@ from checkpoint import Checkpointer, check_tokenizer
 from compiling import compile_options, warm_up, wrap_model
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import (all_reduce, check_ranks_agree, clip_grad_norm, get_rank, get_world_size, init_process,
-                         local_grad_accum_steps, make_autocast, pick_dtype, print0, set_gradient_sync, step_seed)
+                         local_grad_accum_steps, make_autocast, pick_dtype, print0, step_seed)
 from features import change_model, change_training, check_sanity, evaluation_hooks
 from interrupt import StopSignal, drop_failed_writes, finish
 from log import Logger, find_nonfinite
@@ -215,7 +215,8 @@ while True:
     loss_sum = torch.zeros((), device=torch_device)
     for micro_step in range(micro_steps):
         batch = next(loader)
-        set_gradient_sync(model, micro_step == micro_steps - 1)
+        if world_size > 1:  # DDP averages over the ranks in the last backward pass alone, FSDP in each
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
         with autocast:
             loss = model(**batch)  # summed over the micro-batch
         loss_sum += loss.detach()

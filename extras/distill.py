@@ -20,7 +20,7 @@ from configurator import fail, format_error
 from dataloader import epoch_permutation
 from distributed import all_reduce, barrier, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy, matmul_dtype
-from tokenizer import get_tokenizer, has_template
+from tokenizer import get_tokenizer
 
 
 # -----------------------------------------------------------------------------
@@ -158,8 +158,7 @@ class Distillation(nn.Module):
 
 def special_ids(tokenizer, chat):
     """The ids of the special tokens, with chat those of the chat format, too."""
-    own = getattr(tokenizer, "special", [tokenizer.eot_token])
-    return {*own, *(chat_tokens(tokenizer).values() if chat and not has_template(tokenizer) else ())}
+    return {*tokenizer.special, *(chat_tokens(tokenizer).values() if chat and not tokenizer.chat_template else ())}
 
 
 def load_teacher(loader, config, dtype, options, vocab_size):
