@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,10 +32,12 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that tests start
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # each would try what this CPU has, for a second and more
+# no deadline: other programs may want the cores
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.load_profile("here")
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where other programs want the cores
 from model import GPT, GPTConfig  # noqa: E402
-from shards import shard_header  # noqa: E402
-from tokenizer import get_tokenizer, padded_vocab_size  # noqa: E402
+from tokenizer import get_tokenizer  # noqa: E402
 
 
 def defaults(script):
@@ -55,10 +58,10 @@ def gpt2_vocabulary():
     return get_tokenizer("gpt2")
 
 
-def write_shards(folder, tokenizer="bytes", train=40_000, val=4_000, seed=0):
+def write_shards(folder, tokenizer="bytes", train=40_000, val=4_000):
     """A folder of shards with a learnable text: words of few letters, in an order with structure."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran"]
     enc = get_tokenizer(tokenizer)
     for split, length in (("train", train), ("val", val)):
@@ -67,11 +70,8 @@ def write_shards(folder, tokenizer="bytes", train=40_000, val=4_000, seed=0):
             start = int(rng.integers(10))
             text = " ".join(words[(start + i) % 10] for i in range(12)) + ".\n"
             tokens += [enc.eot_token] + enc.encode_ordinary(text)
-        tokens = np.array(tokens[:length], dtype="<u2")
-        (folder / f"{split}_000000.bin").write_bytes(shard_header(length) + tokens.tobytes())
-    meta = {"tokenizer": tokenizer, "vocab_size": padded_vocab_size(enc), "documents": 0, "tokens": train + val,
-            "bytes": 0}
-    (folder / "meta.json").write_text(json.dumps(meta))
+        write_shard(folder / f"{split}_000000.bin", tokens[:length])
+    (folder / "meta.json").write_text(json.dumps({"tokenizer": tokenizer}))
     return folder
 
 
@@ -224,10 +224,15 @@ def refused(script, *args):
     return errors[0]
 
 
+def read_lines(path):
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read_log(out_dir, *keys):
     """{(key, iter): value} of a run's log.jsonl."""
-    entries = map(json.loads, (Path(out_dir) / "log.jsonl").read_text().splitlines())
-    return {(key, entry["iter"]): entry[key] for entry in entries for key in keys if "iter" in entry and key in entry}
+    return {(key, entry["iter"]): entry[key] for entry in read_lines(Path(out_dir) / "log.jsonl") for key in keys
+            if key in entry}
 
 
 def load(out_dir, name="ckpt.pt"):
@@ -291,17 +296,9 @@ def damage(data, content):
     """A few random edits of bytes, drawn from hypothesis: overwritten, cut out, inserted, or the end cut off."""
     content = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
-        new = data.draw(st.binary(min_size=1, max_size=8))
-        kind = data.draw(st.sampled_from(["overwrite", "cut", "insert", "truncate"]))
-        if kind == "overwrite":
-            content[at:at + len(new)] = new
-        elif kind == "cut":
-            del content[at:at + data.draw(st.integers(1, 40))]
-        elif kind == "insert":
-            content[at:at] = new
-        else:
-            del content[at:]
+        at, new = data.draw(st.integers(0, len(content))), data.draw(st.binary(max_size=8))
+        replaced = data.draw(st.sampled_from([len(new), 0, data.draw(st.integers(1, 40)), len(content)]))
+        content[at:at + replaced] = new
     return bytes(content)
 
 
@@ -328,24 +325,20 @@ class Entry:
         self.value = value
 
 
-def poisoned(folder, steps, seed=1337):
-    """Shards in which the rows of these steps of TINY's run are noise."""
+def poisoned(folder, step):
+    """Shards in which the rows of this step of TINY's run are noise."""
     data = write_shards(folder)
     shard = np.fromfile(data / "train_000000.bin", dtype="<u2")
-    order = np.random.default_rng((seed, 0)).permutation((len(shard) - 513) // 32)
-    for step in steps:
-        for row in order[8 * step:8 * step + 8]:
-            shard[512 + 32 * row:512 + 32 * row + 32] = np.random.default_rng(step).integers(0, 256, 32)
+    order = np.random.default_rng((1337, 0)).permutation((len(shard) - 513) // 32)
+    for row in order[8 * step:8 * step + 8]:
+        shard[512 + 32 * row:512 + 32 * row + 32] = np.random.default_rng(step).integers(0, 256, 32)
     shard.tofile(data / "train_000000.bin")
     return data
 
 
 def chats(path, n=200):
     """Conversations that a tiny model learns."""
-    path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"q{i % 7}"},
-                                                     {"role": "assistant", "content": "a" * (i % 5 + 1)}]}) + "\n"
-                            for i in range(n)))
-    return path
+    return jsonl(path, [turns(f"q{i % 7}", "a" * (i % 5 + 1)) for i in range(n)])
 
 
 # -----------------------------------------------------------------------------
@@ -475,9 +468,22 @@ def turns(*contents, system=None):
     return first + [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def jsonl(path, conversations):
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+def write_lines(path, rows):
+    """A .jsonl file, in a folder that is made if it is not there. Returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def jsonl(path, conversations):
+    return write_lines(path, [{"messages": messages} for messages in conversations])
+
+
+def hellaswag(folder, n):
+    """Flags for that task with n examples."""
+    write_lines(folder / "hellaswag/test.jsonl", [
+        {"ctx": "the cat", "endings": ["sat", "ran", "on", f"{i}"], "label": str(i % 4)} for i in range(n)])
+    return ["--eval_tasks=hellaswag", f"--task_dir={folder}"]
 
 
 NEW_TEXT, NO_LOSS = 65534, 65535  # targets that are no ids; they are uint16

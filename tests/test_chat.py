@@ -1,5 +1,4 @@
 """The chat loop against a plain one; resumed, on several ranks, compiled; what it refuses."""
-import json
 import math
 import shutil
 
@@ -9,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from chat_data import build_datasets
-from conftest import (NEW_TEXT, SFT, check_close, check_compiled, check_resumed, conversations_of, extra_flags, jsonl,
-                      load, new_gpt, read_log, refused, run, save_model, turns)
+from conftest import (NEW_TEXT, SFT, check_close, check_compiled, check_resumed, conversations_of, extra_flags,
+                      hellaswag, jsonl, load, new_gpt, read_log, refused, run, save_model, turns)
 from model import GPT, GPTConfig
 from tokenizer import get_tokenizer
 
@@ -18,11 +17,7 @@ from tokenizer import get_tokenizer
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """Flags for a task of 70 examples, more than the 64 that an evaluation during a run scores."""
-    folder = tmp_path_factory.mktemp("tasks")
-    rows = [{"ctx": "the cat", "endings": ["sat", "ran", "on", f"{i}"], "label": str(i % 4)} for i in range(70)]
-    (folder / "hellaswag").mkdir()
-    (folder / "hellaswag" / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return ["--eval_tasks=hellaswag", f"--task_dir={folder}"]
+    return hellaswag(tmp_path_factory.mktemp("tasks"), 70)
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def test_conversations_from_pythons_documentation_can_be_trained_on():
 # ---------------------------------------------------------------------------------------------------
 # packing
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=300))
 def test_best_fit_places_each_item_once_and_no_row_overflows(lengths):
     rows = best_fit([np.full((2, n), i) for i, n in enumerate(lengths)], 64)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from checkpoint import Checkpointer, describe_model, load_checkpoint, load_model
 from conftest import (ROOT, Entry, damage, error_line, fail_writes, load, one_line_or_works, optimizer_config, refused,
@@ -303,7 +303,6 @@ def test_a_checkpoint_sends_no_escape_sequence_to_the_terminal(tmp_path):
     assert "\x1b" not in error_line(load_checkpoint, tmp_path)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_damage_is_refused_in_one_line_or_does_no_harm(tmp_path_factory, data):
     """A checkpoint that opens all the same holds the very weights that were saved."""

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from configurator import HINTS, configure, fail, one_line_errors
 from conftest import ROOT, error_line, one_line_or_works
@@ -229,7 +229,6 @@ ARGUMENT = st.text(max_size=12) | st.sampled_from(["--steps=3", "--mode=fast"]) 
     "--{}={}".format, st.sampled_from([*DEFAULTS, "rte"]), st.text(max_size=8))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(argv=st.lists(ARGUMENT, max_size=3).filter(lambda argv: "-h" not in argv))
 def test_odd_command_lines_work_or_end_in_one_line(script, argv):
     one_line_or_works(lambda: configure(vars(script), argv))

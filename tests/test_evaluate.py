@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import evaluate
 from chat_format import chat_tokens, decode_chat
-from conftest import error_line, new_gpt, refused, run, save_model, write_shards
+from conftest import error_line, new_gpt, refused, run, save_model, write_lines, write_shards
 from dataloader import TokenDataset, validation_loss
 from evaluate import TASKS, clean, final_number, format_result, load_examples, score, subsample, task_hook
 from model import GPT, GPTConfig
@@ -24,8 +24,7 @@ ASSISTANT, END = (chat_tokens(BYTES)[name] for name in ("assistant", "end"))
 
 def write_task(folder, task, rows, name="test.jsonl"):
     """Writes a task's local file. Returns task_dir."""
-    (folder / task).mkdir(parents=True, exist_ok=True)
-    (folder / task / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(folder / task / name, rows)
     return folder
 
 

@@ -12,7 +12,7 @@ import time
 from contextlib import redirect_stdout
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from chat_data import load_conversations
 from checkpoint import has_checkpoint, load_checkpoint
@@ -301,10 +301,7 @@ def test_torchrun_restarts_ranks_where_they_were_and_saves_on_all_together(shard
 # damaged files: whatever the damage, the program works or ends in one line. (Checkpoints: test_checkpoint.py; command
 # lines: test_configurator.py)
 
-random_damage = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@settings(random_damage, max_examples=200)
+@settings(max_examples=200)
 @given(st.sampled_from(["train_000000.bin", "meta.json"]), st.data())
 def test_damaged_shards_and_meta_json(shards, tmp_path, name, data):
     (tmp_path / "train_000000.bin").write_bytes((shards / "val_000000.bin").read_bytes()[:3000])
@@ -313,7 +310,7 @@ def test_damaged_shards_and_meta_json(shards, tmp_path, name, data):
     one_line_or_works(lambda: TokenDataset(str(tmp_path), "train", 32)[[0]])
 
 
-@settings(random_damage, max_examples=20)
+@settings(max_examples=20)
 @given(st.data())
 def test_damaged_conversations(tmp_path, data):
     path, tokenizer = chats(tmp_path / "chats.jsonl", 3), get_tokenizer("bytes")

@@ -1,11 +1,9 @@
 """A sharded model is the model: its losses, samples, scores and checkpoints."""
-import json
-
 import pytest
 import torch
 
-from conftest import (MLA, SFT, TINY, chats, check_close, check_resumed, error_line, extra_flags, fail_writes, load,
-                      optimizer_config, patched, run, small_gpt)
+from conftest import (MLA, SFT, TINY, chats, check_close, check_resumed, error_line, extra_flags, fail_writes,
+                      hellaswag, load, optimizer_config, patched, run, small_gpt)
 from extras.fsdp import ShardedModel, ShardedOptimizer, apply_fsdp
 from optim import configure_optimizer
 
@@ -31,12 +29,7 @@ def compare(script, args, tmp_path, keys, tolerance):
     [], ["--arch=llama", *MLA, "--recompute=True", "--compile=True", "--compile_backend=aot_eager",
          *extra_flags(spam=["--optimizer=adamw_spam", "--spam_interval=10"])]], ids=["gpt2", "mla_compiled_spam"])
 def test_a_sharded_model_is_the_model(shards, tmp_path, extra):
-    (tmp_path / "tasks" / "hellaswag").mkdir(parents=True)
-    (tmp_path / "tasks" / "hellaswag" / "test.jsonl").write_text("".join(json.dumps(
-        {"ind": i, "ctx": "the cat", "endings": ["sat", "ran", "on", f"{i}"], "label": str(i % 4)}) + "\n"
-        for i in range(7)))
-    args = [*TINY, *extra, f"--data_dir={shards}", "--eval_tasks=hellaswag", f"--task_dir={tmp_path}/tasks",
-            "--eval_iters=3"]
+    args = [*TINY, *extra, f"--data_dir={shards}", *hellaswag(tmp_path, 7), "--eval_iters=3"]
     compare("train_gpt2.py", args, tmp_path, ["hellaswag_acc"], 1e-4)
     if not extra:  # what was sharded is continued whole, and the reverse
         resume = ["--init_from=resume", "--max_iters=24"]

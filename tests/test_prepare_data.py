@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import prepare_data
 import python_text
-from conftest import error_line
+from conftest import error_line, read_lines
 from prepare_data import find_source, read_batches, tokenize, tokenize_batches
 from shards import read_meta, read_shard
 from tokenizer import get_tokenizer
@@ -265,16 +265,14 @@ def test_questions_to_train_on_and_others_to_test_with(tmp_path, monkeypatch):
     monkeypatch.setattr(python_text, "python_conversations", lambda: [python_text.conversation("Why?", "So.")])
     prepare(tmp_path, "--dataset=python", "--val_tokens=1000")
     folder = tmp_path / "data/python"
-    chats = [[message["content"] for message in json.loads(line)["messages"]]
-             for line in (folder / "chat.jsonl").read_text().splitlines()]
+    chats = [[message["content"] for message in chat["messages"]] for chat in read_lines(folder / "chat.jsonl")]
     trained = dict(chats)
     assert len(trained) == len(chats) and trained["Why?"] == "So."
     tested = {}
     for task in "sums", "letters":
         rows = load_examples(task, get_tokenizer("bytes"), "chat", folder / "tasks")
-        lines = (folder / "tasks" / task / "test.jsonl").read_text().splitlines()
         assert len(rows) == 200
-        tested |= {row["question"]: row["answer"] for row in map(json.loads, lines)}
+        tested |= {row["question"]: row["answer"] for row in read_lines(folder / "tasks" / task / "test.jsonl")}
     assert len(tested) == 400 and not tested.keys() & trained.keys()
     words = [{question.split()[-1] for question in asked if "many" in question} for asked in (tested, trained)]
     assert len(words[0]) == 200 and not words[0] & words[1]  # the words too are new

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from conftest import ROOT, refused, run
+from conftest import ROOT, read_lines, refused, run
 
 NANOCHAT = """
 import torch
@@ -33,7 +33,7 @@ def race(folder, project, file, code, args):
     (folder / project / file).write_text(code)
     run(f"{ROOT}/docs/race.py", *args, f"--{project}={folder}/{project}", f"--out_dir={folder}/runs/{project}",
         env={})
-    return [json.loads(line) for line in (folder / "runs" / project / "log.jsonl").read_text().splitlines()]
+    return read_lines(folder / "runs" / project / "log.jsonl")
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
 """Spikes: found, rolled back, and a run without a way out stopped."""
-import json
 import math
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from checkpoint import Checkpointer
-from conftest import TINY, Entry, error_line, extra_flags, load, poisoned, read_log, run, same
+from conftest import TINY, Entry, error_line, extra_flags, load, poisoned, read_lines, read_log, run, same
 from extras.rollback import SpikeGuard
 from model import GPTConfig
 
@@ -81,14 +80,14 @@ def test_the_fifth_spike_in_a_row_stops_the_run(saved):
 
 @pytest.mark.slow
 def test_two_ranks_roll_back_and_continue_on_fresh_data(tmp_path):
-    data = poisoned(tmp_path / "data", [55])
+    data = poisoned(tmp_path / "data", 55)
     args = [*TINY, "--sample_tokens=0", f"--data_dir={data}", "--lr_decay_iters=62", "--eval_interval=50",
             "--spike_loss=1.5", "--rollback_lr=0.5", "--init_from=auto",
             *extra_flags(prune=["--sparsity=0.3", "--prune_begin=10", "--prune_end=60"])]
     output = run("train_gpt2.py", *args, f"--out_dir={tmp_path}/o", "--max_iters=62", ranks=2)
     assert output.count("is a spike: over 1.5 times its average") == 1
     assert output.count("rolled back to step 50; the data moves on") == 1
-    entries = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
+    entries = read_lines(tmp_path / "o" / "log.jsonl")
     assert [entry["iter"] for entry in entries if entry.get("event") == "rollback"] == [50]
     losses = [entry["train_loss"] for entry in entries if "train_loss" in entry]
     assert len(losses) == 68 and sum(map(math.isnan, losses)) == 1  # the spike's, which was taken back

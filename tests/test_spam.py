@@ -120,7 +120,7 @@ def test_it_clips_what_noise_brings(train, tmp_path):
     Letters that the text does not have get tiny second moments; then the rows of step 25 are noise. Up to that
     gradient the run is AdamW's.
     """
-    data = poisoned(tmp_path / "data", [25])
+    data = poisoned(tmp_path / "data", 25)
     logs = []
     for optimizer in ("adamw", "adamw_spam"):
         train(tmp_path / optimizer, f"--data_dir={data}", "--max_iters=26", "--sample_tokens=0",

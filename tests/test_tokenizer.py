@@ -3,7 +3,7 @@ import random
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import error_line
@@ -20,7 +20,6 @@ def tokenizer(request):
     return get_tokenizer("bytes") if request.param == "bytes" else request.getfixturevalue("gpt2_vocabulary")
 
 
-@settings(deadline=None)
 @given(text=st.text() | st.sampled_from(TEXTS))
 def test_gpt2_ids_are_tiktokens(gpt2_vocabulary, text):
     assert encode(gpt2_vocabulary, text).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(text)

@@ -1,8 +1,8 @@
 """Weights & Biases and TensorBoard: they get the log, and cannot stop a run."""
-import json
 import sys
 from types import SimpleNamespace
 
+from conftest import read_lines
 from extras.trackers import Trackers
 
 FAKES = """
@@ -47,9 +47,8 @@ def test_both_get_every_line_of_the_log(train, tmp_path):
                                   "--wandb_project=project"]),
                        ("another", ["--max_iters=3", "--init_from=resume"])):
         train(tmp_path / "name", *more, patch=f"{FAKES}\nos.environ['WANDB_NAME'] = {name!r}")
-    lines = map(json.loads, (tmp_path / "name" / "log.jsonl").read_text().splitlines())
-    expected = [line for line in lines if "event" not in line]
-    tracked = list(map(json.loads, (tmp_path / "name" / "wandb.jsonl").read_text().splitlines()))
+    expected = [line for line in read_lines(tmp_path / "name" / "log.jsonl") if "event" not in line]
+    tracked = read_lines(tmp_path / "name" / "wandb.jsonl")
     (n_settings, names), metric, resumed_with, again = [tracked.pop(i) for i in (0, 0, 6, 6)]
     assert metric == again == ["*", "iter"]  # not log's step=, which would drop what follows a rollback
     assert names == {"project": "project", "name": "given", "id": names["id"], "resume": "allow"} and n_settings > 50

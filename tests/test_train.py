@@ -22,7 +22,8 @@ from checkpoint import load_model
 from compiling import compile_options
 from configurator import read_config_file
 from conftest import (LLAMA, MLA, ROOT, TINY, check_close, check_compiled, check_resumed, check_same_run, defaults,
-                      error_line, extra_flags, load, read_log, refused, run, save_model, small_gpt, write_shards)
+                      error_line, extra_flags, load, read_lines, read_log, refused, run, save_model, small_gpt,
+                      write_shards)
 from dataloader import BatchLoader, TokenDataset, validation_loss
 from distributed import init_process, local_grad_accum_steps, make_autocast
 from log import Logger, find_nonfinite
@@ -112,8 +113,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(train, trained, tmp_p
     assert "WARNING" not in output
     assert output.count("----- sample") == 2  # at 10 again
     check_same_run(trained, tmp_path)
-    lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert [line for line in lines if "event" in line] == [
+    assert [line for line in read_lines(tmp_path / "log.jsonl") if "event" in line] == [
         {"iter": 0, "tokens": 0, "event": "start", "compile_seconds": 0.0},
         {"iter": 10, "tokens": 2560, "event": "resume", "compile_seconds": 0.0}]
 
