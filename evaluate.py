@@ -27,6 +27,7 @@ import re
 from collections import Counter
 from decimal import Decimal
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
@@ -41,7 +42,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm  # comes with datasets
 
-from chat_format import chat_tokens, decode_chat, render_chat
+from chat_format import decode_chat, render_chat
 from checkpoint import check_tokenizer, describe_model, load_model, pick_max_seq_len, replacing
 from dataloader import TokenDataset, validation_loss
 from distributed import get_rank, init_process, make_autocast, print0
@@ -126,10 +127,9 @@ def tokenize_row(task, row, tokenizer, stage):
             question = "\n".join([question, *lines, "Answer with the letter only."])
             choices, characters = letters, []
         messages = [{"role": "user", "content": question}]
-        context, end = render_chat(tokenizer, messages, prompt=True)[0], chat_tokens(tokenizer)["end"]
-        answers = [render_chat(tokenizer, [*messages, {"role": "assistant", "content": choice}])[0][len(context):]
-                   for choice in choices]
-        choices = [ids[:ids.index(end)] for ids in answers]
+        context = render_chat(tokenizer, messages, prompt=True)[0]
+        talks = [[*messages, {"role": "assistant", "content": choice}] for choice in choices]
+        choices = [[*compress(*render_chat(tokenizer, talk))][:-1] for talk in talks]  # trained, without the end
     else:
         # Spaces at the end of a context move to the continuation, as in the harness: a space is never joined to the
         # letters before it, so context and continuation are split there.
