@@ -107,7 +107,6 @@ def tokenizer_to_hf(tokenizer):
 
 def write_tokenizer(tokenizer, chat, max_seq_len, folder):
     """Writes a tokenizer to a Hugging Face folder: its own files, or new ones with our chat format."""
-    from hf_tokenizer import write_files  # not at the top: it needs tokenizers, which transformers brings
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_seq_len,
                 "clean_up_tokenization_spaces": False,
                 # transformers 4 would add token_type_ids, which its GPT-2 embeds, too
@@ -123,7 +122,8 @@ def write_tokenizer(tokenizer, chat, max_seq_len, folder):
         files = {"tokenizer.json": tokenizer_to_hf(tokenizer).to_str(pretty=True)}
         if chat:
             settings |= {"eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
-    write_files(folder, {**files, "tokenizer_config.json": json.dumps(settings)})
+    for name, text in {**files, "tokenizer_config.json": json.dumps(settings)}.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 # render_chat in jinja; TRL's assistant_only_loss trains on what is inside generation
@@ -227,11 +227,13 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
         if p.isinf().any():
             fail(f"--dtype={dtype}: {name} has weights that are too large for it; use bfloat16")
     print(f"writing {out_dir} ...")
+    from hf_tokenizer import FILES  # not at the top: it needs tokenizers, which transformers brings
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for file in folder.glob("model.safetensors*"):
-            file.unlink()
+        for pattern in ("model.safetensors*", *FILES):
+            for file in folder.glob(pattern):
+                file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),

@@ -22,15 +22,6 @@ def read_files(folder):
     return {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}
 
 
-def write_files(folder, files):
-    """Writes a tokenizer's files to a folder, and removes those that an earlier one left there."""
-    for name in FILES:
-        if name in files:
-            (folder / name).write_text(files[name], encoding="utf-8")
-        else:
-            (folder / name).unlink(missing_ok=True)
-
-
 @functools.cache
 def byte_of_letter():
     """{printable character: byte}: how vocabularies like GPT-2's write bytes."""

@@ -161,7 +161,7 @@ def read_weights(folder, config, dtype):
         raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a separate head")
     with torch.device("meta"):  # no memory, until it shares that of hf_model
         model = GPT(config)
-    to_ours = [(theirs, ours) for ours, theirs in LLAMA_NAMES.items()]
+    to_ours = zip(LLAMA_NAMES.values(), LLAMA_NAMES)
     model.load_state_dict(convert_weights(hf_model.state_dict(), config, to_ours), assign=True)
     compare_logits(hf_model, model.eval(), 64)
     narrow = {name: weights.to(dtype) for name, weights in model.state_dict().items()}
@@ -206,9 +206,6 @@ def load_hf(path):
         return convert_checkpoint(weights, config, path=str(path), **facts)
 
 
-# -----------------------------------------------------------------------------
-# our checkpoint
-
 def read_tokenizer(folder, vocab_size):
     """
     The tokenizer of a Hugging Face folder: gpt2 or bytes if its ids match, or if the vocabulary size does and
@@ -244,6 +241,16 @@ def read_tokenizer(folder, vocab_size):
     return tokenizer
 
 
+def hub_name(path):
+    """The name on the hub, owner/name, if a path does not exist and may be one (gpt2, ..., owner/name); else None."""
+    name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith((".pt", ".json", ".jsonl"))
+    return name if is_name and not Path(path).exists() else None
+
+
+# -----------------------------------------------------------------------------
+# our checkpoint
+
 def convert_checkpoint(weights, gpt_config, **facts):
     """
     load_checkpoint's dict for weights trained elsewhere. gpt2's 50257 ids are padded to 50304, with the mean of their
@@ -257,13 +264,6 @@ def convert_checkpoint(weights, gpt_config, **facts):
     model_args = {**vars(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
     return {"model": weights, "model_args": model_args, "stage": "base", "iter_num": 0,
             "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
-
-
-def hub_name(path):
-    """The name on the hub, owner/name, if a path does not exist and may be one (gpt2, ..., owner/name); else None."""
-    name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith((".pt", ".json", ".jsonl"))
-    return name if is_name and not Path(path).exists() else None
 
 
 def convert_nanogpt(checkpoint):

@@ -250,7 +250,9 @@ def write_shards(folder, batches, max_tokens, meta):
     with tqdm(total=max_tokens, initial=meta["tokens"], unit="tok", unit_scale=True) as bar:
         for tokens, counts, state in batches:
             shard.append(tokens)
-            meta |= {name: meta[name] + counts[name] for name in counts} | {"state": state}
+            for name in counts:
+                meta[name] += counts[name]
+            meta["state"] = state
             bar.update(len(tokens))
             if max_tokens and meta["tokens"] >= max_tokens:
                 break
@@ -315,15 +317,19 @@ if __name__ == "__main__":
             meta["finished"] = False
             write_meta(folder, meta)
             if encoding.files:
-                from hf_tokenizer import write_files  # not at the top: gpt2 and bytes do without it
+                from hf_tokenizer import FILES  # not at the top: gpt2 and bytes do without it
                 (folder / "tokenizer").mkdir(exist_ok=True)
-                write_files(folder / "tokenizer", encoding.files)
+                for name in FILES:
+                    if name in encoding.files:
+                        write_atomically(folder / "tokenizer" / name, encoding.files[name].encode())
+                    else:  # that of an earlier preparation
+                        (folder / "tokenizer" / name).unlink(missing_ok=True)
             batches = read_batches(source, text_column, meta["state"])
             write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
     summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
                f"{meta['documents skipped']:,} documents skipped")
     if meta["train shards"] == 0:
-        default = "" if val_tokens else ", the default, from the size of the files"
+        default = "" if val_tokens else ", the default"
         fail(f"--val_tokens={recipe['val_tokens']}{default}: leaves nothing to train on of {source_flag}, only "
              f"{summary} (empty, not text, or refused by tiktoken); lower it, or give more text or a larger "
              "--max_tokens")
