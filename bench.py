@@ -114,12 +114,13 @@ if __name__ == "__main__":
             raise SystemExit(0)
 
         spawn, rows = multiprocessing.get_context("spawn"), defaultdict(list)
-        jobs = {"train_gpt2.py": (time_ours, ([*ours, f"--max_iters={steps + 1}"], folder))}
+        jobs = {}  # in the order of their turns: a function and its arguments
         if nanogpt:
             theirs = [size.replace("max_seq_len", "block_size") for size in sizes
                       if size.startswith(("--n_layer=", "--n_head=", "--n_embd=", "--max_seq_len=", "--batch_size="))]
             theirs = [*common, "--batch_size=16", *theirs, f"--max_iters={steps}", f"--dataset={folder}"]
-            jobs = {"nanoGPT": (time_nanogpt, (nanogpt_script, theirs, torch_device)), **jobs}
+            jobs["nanoGPT"] = time_nanogpt, (nanogpt_script, theirs, torch_device)
+        jobs["train_gpt2.py"] = time_ours, ([*ours, f"--max_iters={steps + 1}"], folder)
         for i in range(rounds):
             for name, (function, arguments) in jobs.items():
                 print(f"round {i + 1} of {rounds}: {name}", file=sys.stderr, flush=True)

@@ -153,7 +153,7 @@ def load_base(checkpoint):
     """The weights that the adapters in a LoRA run's checkpoint were trained on, found by path and fingerprint."""
     from import_hf import hub_name
     base = checkpoint["lora"]
-    for place in (str(Path(checkpoint["path"]).with_name(BASE)), base["absolute"], base["path"]):
+    for place in (Path(checkpoint["path"]).with_name(BASE), base["absolute"], base["path"]):
         on_hub = hub_name(place)
         if on_hub:
             print0(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base, {place}, is no folder here: "

@@ -85,9 +85,10 @@ def warm_up(model, eval_model, optimizer, batch, autocast, options):
         inputs = ("idx", "targets", "positions", "mask")  # not a teacher's: evaluation uses the plain loss
         eval_model.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
     eval_model.train()
+    seconds = time.perf_counter() - start
     if options:
-        print0(f"compiled in {time.perf_counter() - start:.0f} s")
-    return time.perf_counter() - start
+        print0(f"compiled in {seconds:.0f} s")
+    return seconds
 
 
 def graphs_compiled():

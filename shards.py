@@ -28,7 +28,8 @@ def read_shard(path, recorded=None):
     recorded: its entry in meta.json, the CRC-32 of its tokens and the time of its last change in ns, or None. The
     CRC-32 reads the whole shard, so it is compared only if the shard has changed since, or is a copy.
     """
-    with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again", ValueError):
+    with one_line_errors(path, "if prepare_data.py wrote it, remove the folder and run it again",
+                         (ValueError, LookupError, TypeError)):  # meta.json may be damaged, too
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         dtype = "<u4" if header[:2] == HEADERS["<u4"] else "<u2"
         n = (os.path.getsize(path) - HEADER_BYTES) / np.dtype(dtype).itemsize  # not an integer if it ends mid-token

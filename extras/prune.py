@@ -60,10 +60,6 @@ class Pruner:
         progress = 1.0 if step >= self.end else max(0, step - self.begin) / max(1, self.end - self.begin)
         return self.sparsity * (1 - (1 - progress) ** 3)
 
-    def score(self, name):
-        p = self.params[name]
-        return p.abs() if self.by == "magnitude" else p.abs() * self.optimizer.state[p]["exp_avg_sq"] ** 0.25
-
     @torch.no_grad()
     def prune(self, *_):
         """
@@ -75,7 +71,9 @@ class Pruner:
         if sparsity > self.reached and (self.step >= self.end or (self.step - self.begin) % self.interval == 0):
             self.reached = sparsity
             for name, mask in self.masks.items():
-                score = self.score(name).masked_fill(mask, -1).flatten()  # the lowest: what is pruned stays pruned
+                p = self.params[name]
+                score = p.abs() if self.by == "magnitude" else p.abs() * self.optimizer.state[p]["exp_avg_sq"] ** 0.25
+                score = score.masked_fill(mask, -1).flatten()  # the lowest: what is pruned stays pruned
                 mask.view(-1)[score.argsort(stable=True)[:round(sparsity * len(score))]] = True
         for name, mask in self.masks.items():
             self.params[name].masked_fill_(mask, 0.0)

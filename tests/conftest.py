@@ -462,6 +462,12 @@ def check_resumed(script, args, folder, ranks=1, stops=(5, 15, 20)):
     assert begun[0] == begun[1] != "resume"  # an export's card names the model that it was tuned from
 
 
+def random_texts(rng, n):
+    """Of letters, spaces, quotes, characters of two to four bytes, and what spells a special token."""
+    pieces = [*"abcdefgh  \n\t\"\\,é漢🙂\0", "the ", "<|endoftext|>", "<|user|>"]
+    return ["".join(rng.choices(pieces, k=rng.randint(1, 400))) for _ in range(n)]
+
+
 def turns(*contents, system=None):
     """Messages of user and assistant in turn."""
     first = [{"role": "system", "content": system}] if system is not None else []
@@ -515,3 +521,9 @@ def error_line(function, *args, **settings):
     line = stream.getvalue()
     assert end.value.code == 2 and line.startswith("error: ") and line.count("\n") == 1, line
     return line
+
+
+def check_error(words, function, *args, **settings):
+    """The same, and the line matches the words, a regular expression."""
+    line = error_line(function, *args, **settings)
+    assert re.search(words, line), line

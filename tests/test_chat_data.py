@@ -3,7 +3,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import re
 import struct
 import sys
 import time
@@ -23,7 +22,8 @@ from chat_data import (ChatDataset, best_fit, build_datasets, fill_rows, packed_
                        to_messages, tokenize_conversation)
 from chat_format import decode_chat, render_chat
 from compiling import graphs_compiled
-from conftest import GPU, NEW_TEXT, NO_LOSS, conversations_of, error_line, jsonl, needs_gpu, new_gpt, tokens, turns
+from conftest import (GPU, NEW_TEXT, NO_LOSS, check_error, conversations_of, error_line, jsonl, needs_gpu, new_gpt,
+                      tokens, turns)
 from model import IGNORE
 from python_text import python_conversations
 from tokenizer import get_tokenizer
@@ -396,9 +396,8 @@ def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     assert "40 conversations in" in text and "  4 skipped: a message is empty (the first:" in text
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
-    line = error_line(build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
     words = r"b.jsonl:1: none of its 0.*--val_data\. \d skipped: a message is empty.*its roles are not"
-    assert re.search(words, line), line
+    check_error(words, build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken
     assert "1 conversations" in text and "2 skipped: " in text and "line 2" in text
@@ -419,8 +418,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         (chats, f"{one}:0.01", "--val_data.*one.jsonl:0.01"),
         (one, None, "--data.*one.jsonl.*none of its 1 usable.*--val_data"),  # it is held out
     ]:
-        line = error_line(build, tmp_path / "rows", data, val_data)
-        assert re.search(words, line), line
+        check_error(words, build, tmp_path / "rows", data, val_data)
     assert "--chat_dir" in error_line(build, chats, chats)  # a file, where the folder should be
     monkeypatch.setenv("LOCAL_RANK", "1")  # prints if it was the one to tokenize
     (tmp_path / "half.json").write_text("[1")

@@ -162,12 +162,6 @@ def test_what_a_terminal_cannot_show_is_replaced(script, monkeypatch):
     assert terminal.buffer.getvalue() == b"?\n"
 
 
-def test_a_function_in_a_file_is_no_setting(script):
-    for source in ("from math import pi", "def pi(): pass"):
-        Path("a.py").write_text(source)
-        assert "a.py: pi: no such setting" in refusal(script, "a.py")
-
-
 def test_another_projects_name_is_answered_with_ours(script):
     Path("a.py").write_text("total_batch_size = 256")
     for argument in ("a.py", "--total_batch_size=256", "--total-batch-size=256"):
@@ -220,7 +214,8 @@ def test_an_error_in_a_file_is_named(script):
     for source, words in (("steps = 5\nrate = = 2", "SyntaxError: invalid syntax (a.py, line 2)"),
                           ("  rate = 2", "IndentationError"), ("steps = 1 / 0", "ZeroDivisionError: division by zero"),
                           ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-                          ("raise ValueError('two\\nlines')", "two lines"), ("exit(0)", "SystemExit: 0")):
+                          ("raise ValueError('two\\nlines')", "two lines"), ("exit(0)", "SystemExit: 0"),
+                          ("from math import pi", "pi: no such setting"), ("def pi(): pass", "pi: no such setting")):
         Path("a.py").write_text(source)
         assert f"a.py: {words}" in refusal(script, "a.py", "--steps=5")
 

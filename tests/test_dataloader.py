@@ -86,6 +86,15 @@ def test_shards_that_are_missing_changed_or_not_recorded_are_refused(recorded, t
         TokenDataset(data_dir, "train", 8)
 
 
+@pytest.mark.parametrize("entry", [5, [1], {"crc": 1}])
+def test_a_damaged_entry_in_meta_json_is_refused(recorded, tmp_path, entry):
+    data_dir, path = recorded
+    meta = json.loads((tmp_path / "data" / "meta.json").read_text())
+    meta["shards"][path.name] = entry
+    (tmp_path / "data" / "meta.json").write_text(json.dumps(meta))
+    assert f"{path}: " in error_line(TokenDataset, data_dir, "train", 8)
+
+
 def test_a_damaged_copy_is_refused(recorded, tmp_path):
     """In whatever order the files of a folder are copied."""
     data_dir, path = recorded
@@ -114,8 +123,8 @@ def test_published_shards_are_found_and_are_gpt2s(tmp_path):
     write_shard(tmp_path / "d" / "fineweb_train_000002.bin", range(100, 150))
     write_shard(tmp_path / "d" / "fineweb_train_000001.bin", range(0, 100))
     write_shard(tmp_path / "d" / "fineweb_val_000000.bin", range(1000, 1030))
-    assert TokenDataset(str(tmp_path / "d"), "train", 49)[[0, 1, 2]][0][:, 0].tolist() == [0, 49, 100]
-    assert TokenDataset(str(tmp_path / "d"), "val", 10)[[1]][1].tolist() == [list(range(1011, 1021))]
+    assert TokenDataset(tmp_path / "d", "train", 49)[[0, 1, 2]][0][:, 0].tolist() == [0, 49, 100]
+    assert TokenDataset(tmp_path / "d", "val", 10)[[1]][1].tolist() == [list(range(1011, 1021))]
     assert read_meta(tmp_path / "d")["tokenizer"] == "gpt2"
 
 
@@ -163,7 +172,7 @@ def test_the_fingerprint_tells_shards_apart(tmp_path):
     def fingerprint(name, *shards):
         for i, tokens in enumerate(shards):
             write_shard(tmp_path / name / f"train_{i:06d}.bin", tokens)
-        return TokenDataset(str(tmp_path / name), "train", 8).fingerprint
+        return TokenDataset(tmp_path / name, "train", 8).fingerprint
 
     a, b = np.arange(3000), np.arange(3000, 6000)
     first, last = np.where(a == 0, 7, a), np.where(b == 5999, 7, b)

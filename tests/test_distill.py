@@ -1,7 +1,6 @@
 """Distillation: the loss against its plain formula, the cache against the live teacher, both loops with either."""
 import io
 import math
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 
 import model as model_module
 from chat_data import packed_mask_and_positions
-from conftest import (TINY, chats, check_close, check_same_run, error_line, load, new_gpt, read_log, refused, run,
-                      same, save_model)
+from conftest import (TINY, chats, check_close, check_error, check_same_run, error_line, load, new_gpt, read_log,
+                      refused, run, same, save_model)
 from dataloader import BatchLoader, TokenDataset
 from extras import distill
 from extras.distill import Distillation, TeacherCache, distill_loss, encode_top_k
@@ -118,7 +117,7 @@ def distill_into(shards, tmp_path):
         config = {"teacher": str(save_model(tmp_path, teacher, tokenizer)), "teacher_weight": 0.7,
                   "teacher_temperature": 2.0, "learn_temperature": False, "teacher_cache": 0, "batch_size": 2,
                   "gradient_accumulation_steps": 2, **settings}
-        loader = BatchLoader(TokenDataset(str(data), "train", max_seq_len), 2, 1337, 0, 1, torch.device("cpu"))
+        loader = BatchLoader(TokenDataset(data, "train", max_seq_len), 2, 1337, 0, 1, torch.device("cpu"))
         return gpt, loader, teacher, Distillation(gpt, loader, max_iters, tmp_path, config, dtype, None, checkpoint)
     return new
 
@@ -202,8 +201,7 @@ def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys, shard
     (dict(checkpoint={"teacher": {"digest": "x"}, "path": "o/ckpt.pt"}), "--teacher=.*another.*=o/ckpt.pt"),
 ])
 def test_a_teacher_that_does_not_fit_is_refused(distill_into, settings, words):
-    line = error_line(distill_into, **settings)
-    assert re.search(words, line), line
+    check_error(words, distill_into, **settings)
 
 
 # -----------------------------------------------------------------------------

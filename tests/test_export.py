@@ -1,7 +1,6 @@
 """Exported folders, opened by transformers alone, and read back here."""
 import json
 import math
-import re
 import sys
 from dataclasses import asdict
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import export_hf
 from chat_format import chat_tokens, render_chat
 from checkpoint import load_checkpoint, load_model
-from conftest import CLASSES, error_line, new_gpt, run, same, save_model, tokens
+from conftest import CLASSES, check_error, error_line, new_gpt, run, same, save_model, tokens
 from model import GPT, GPT2MLP, GPTConfig
 from sample import generate
 from tokenizer import get_tokenizer, padded_vocab_size
@@ -27,12 +26,6 @@ RUN = {"config": {"init_from": "auto:gpt2-medium", "data": "HuggingFaceTB/smolta
 
 def export(checkpoint, folder, dtype="float32", shard_size=10 ** 9, overwrite=False):
     export_hf.export(str(checkpoint), str(folder), dtype, shard_size, overwrite)
-
-
-def export_refused(words, *args, **settings):
-    """An export ends in one line, which matches the words."""
-    line = error_line(export, *args, **settings)
-    assert re.search(words, line), line
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -253,19 +246,19 @@ def test_a_folder_with_something_else_is_not_written_to(tmp_path):
     full.mkdir()
     (full / "model_mine.safetensors").write_text("mine")
     (full / "model-00001-of-00002.safetensors").write_text("of an earlier export")
-    export_refused(f"{full}: is not empty", checkpoint, full, overwrite=True)
+    check_error(f"{full}: is not empty", export, checkpoint, full, overwrite=True)
     (full / "run.json").write_text("{}")  # of another program
-    export_refused("is not empty", checkpoint, full, overwrite=True)
+    check_error("is not empty", export, checkpoint, full, overwrite=True)
     (full / "run.json").write_text('{"val_loss": 1}')  # an export
     (full / "special_tokens_map.json").write_text("of its tokenizer")
-    export_refused("is not empty.*--overwrite=True", checkpoint, full)
-    export_refused("is not empty", checkpoint, tmp_path / "run", overwrite=True)
-    export_refused("nowhere: not a readable checkpoint", "nowhere", tmp_path / "new")
+    check_error("is not empty.*--overwrite=True", export, checkpoint, full)
+    check_error("is not empty", export, checkpoint, tmp_path / "run", overwrite=True)
+    check_error("nowhere: not a readable checkpoint", export, "nowhere", tmp_path / "new")
     export(checkpoint, full, overwrite=True)
     assert sorted(file.name for file in full.glob("*.safetensors")) == ["model.safetensors", "model_mine.safetensors"]
     assert not (full / "special_tokens_map.json").exists()
     (full / "model_mine.safetensors").unlink()
-    export_refused("or that model itself", full, full, overwrite=True)
+    check_error("or that model itself", export, full, full, overwrite=True)
 
 
 def test_an_export_that_fails_halfway_leaves_nothing_that_opens(tmp_path, monkeypatch):
@@ -277,7 +270,7 @@ def test_an_export_that_fails_halfway_leaves_nothing_that_opens(tmp_path, monkey
         raise OSError("no space left")
 
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
-    export_refused("no space left", checkpoint, folder, overwrite=True)
+    check_error("no space left", export, checkpoint, folder, overwrite=True)
     with pytest.raises(OSError, match="no file named"):
         AutoModelForCausalLM.from_pretrained(folder)
     monkeypatch.undo()
@@ -290,7 +283,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     gpt, folder = new_gpt("gpt2"), tmp_path / "hf"
     gpt.transformer.wpe.weight.data[0, 0] = 1e5
     checkpoint = save_model(tmp_path, gpt)
-    export_refused("transformer.wpe.weight.*bfloat16", checkpoint, folder, "float16")
+    check_error("transformer.wpe.weight.*bfloat16", export, checkpoint, folder, "float16")
     other = new_gpt("llama")
     other.config.gelu = "exact"  # as a new field would be that config_to_hf does not know, and logits do not show
     line = error_line(export_hf.build_hf_model, other, get_tokenizer("bytes"), False)
@@ -299,9 +292,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr("model.compute_logits", lambda x, weight: 30 * torch.tanh(x @ weight.t() / 30))
         untrained = save_model(tmp_path / "new", GPT(gpt.config))
-        export_refused("GPT2LMHeadModel computes other logits", untrained, folder)
+        check_error("GPT2LMHeadModel computes other logits", export, untrained, folder)
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))
-    export_refused("GPT2LMHeadModel computes other logits", checkpoint, folder)
+    check_error("GPT2LMHeadModel computes other logits", export, checkpoint, folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    export_refused("pip install transformers", checkpoint, folder)
+    check_error("pip install transformers", export, checkpoint, folder)
     assert not folder.exists()

@@ -55,6 +55,11 @@ def talks(tmp_path_factory):
     return path
 
 
+def learned_text(tokenizer, talk):
+    """What a conversation trains on."""
+    return decode_chat(tokenizer, [i for i, learn in zip(*render_chat(tokenizer, talk)) if learn])
+
+
 def test_logits_gradients_and_greedy_text_equal_transformers(family):
     name, folder, theirs, tokenizer = family
     ours, loaded = load_model(folder, "cpu")
@@ -96,10 +101,8 @@ def test_conversations_have_transformers_ids_and_the_answers_are_trained_on(fami
             text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
                                                  date_string="26 Jul 2024")
             expected = reference(text, add_special_tokens=False)["input_ids"]
-            ids, trained = render_chat(tokenizer, messages, prompt)
-            assert ids == expected
-        ids, trained = render_chat(tokenizer, talk)
-        learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
+            assert render_chat(tokenizer, messages, prompt)[0] == expected
+        learned = learned_text(tokenizer, talk)
         answers = [message["content"] for message in talk if message["role"] == "assistant"]
         parts = re.sub("<think>\n\n</think>\n\n", "", learned).split(end)
         assert [part.strip() for part in parts] == [*(answer.strip() for answer in answers), ""], learned
@@ -110,12 +113,12 @@ def test_a_special_token_that_is_typed_is_text(family):
     name, folder, _, tokenizer = family
     typed = "".join(tokenizer.special.values()) + " or not"
     plain = render_chat(tokenizer, turns("a", "b", system=None if name == "smollm2" else "c"))[0]
-    ids, trained = render_chat(tokenizer, turns(typed, typed + ".", system=None if name == "smollm2" else typed))
+    talk = turns(typed, typed + ".", system=None if name == "smollm2" else typed)
+    ids, _ = render_chat(tokenizer, talk)
     assert [i for i in ids if i in tokenizer.special] == [i for i in plain if i in tokenizer.special]
     assert decode_chat(tokenizer, ids).count(" or not") == (2 if name == "smollm2" else 3)
     assert not any(i in tokenizer.special for i in encode(tokenizer, typed).tolist())
-    learned = decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn])
-    assert typed + "." in learned
+    assert typed + "." in learned_text(tokenizer, talk)
 
 
 def test_special_tokens_that_only_the_map_names(family, tmp_path):
@@ -476,8 +479,7 @@ def test_thoughts_are_trained_on_where_the_template_keeps_them(qwen3):
     thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
     for talk, learned in [(thoughts, "<think>\nhm\n</think>\n\nb<|im_end|>"),
                           (thoughts + thoughts, "b<|im_end|><think>\nhm\n</think>\n\nb<|im_end|>")]:
-        ids, trained = render_chat(tokenizer, talk)
-        assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == learned
+        assert learned_text(tokenizer, talk) == learned
     earlier = render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0]  # as sample.py sends them back
     assert "hm" not in decode_chat(tokenizer, earlier)
 
@@ -486,8 +488,7 @@ def test_a_template_that_prompts_for_thoughts_trains_the_last_answer(qwen3):
     """As that of Qwen3-4B-Thinking-2507: earlier answers have no thoughts, so they do not follow such a prompt."""
     tokenizer = changed_template(qwen3, "assistant\\n' }}\n{%- endif %}", "assistant\\n<think>\\n' }}\n{%- endif %}")
     thoughts = turns("a", "<think>\nhm\n</think>\n\nb")
-    ids, trained = render_chat(tokenizer, thoughts + thoughts)
-    assert decode_chat(tokenizer, [i for i, learn in zip(ids, trained) if learn]) == "hm\n</think>\n\nb<|im_end|>"
+    assert learned_text(tokenizer, thoughts + thoughts) == "hm\n</think>\n\nb<|im_end|>"
     prompt = decode_chat(tokenizer, render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n") and "hm" not in prompt
     assert tokenizer.end_token == tokenizer.bpe.token_to_id("<|im_end|>")

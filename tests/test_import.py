@@ -1,7 +1,6 @@
 """Models trained elsewhere, against transformers: Hugging Face folders, OpenAI's GPT-2, nanoGPT's ckpt.pt."""
 import json
 import math
-import re
 import sys
 from fnmatch import fnmatch
 
@@ -14,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from checkpoint import describe_model, load_checkpoint, load_model
-from conftest import TINY, error_line, load, new_gpt, read_log, refused, run, save_model, tokens
+from conftest import TINY, check_error, error_line, load, new_gpt, read_log, refused, run, save_model, tokens
 from export_hf import to_hf, tokenizer_to_hf
 from hf_tokenizer import FILES
 from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf, import_transformers
@@ -25,8 +24,7 @@ import_transformers()  # without its progress bars, which would stand among the 
 
 def load_refused(path, words):
     """Loading path ends in one line, which names it and matches the words."""
-    line = error_line(load_model, path, "cpu")
-    assert re.match(f"error: {path}: .*{words}", line), line
+    check_error(f"^error: {path}: .*{words}", load_model, path, "cpu")
 
 
 def new_gpt2(vocab_size=384, **changes):

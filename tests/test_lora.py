@@ -1,7 +1,6 @@
 """LoRA: adapters against their formula, merged against unmerged, and runs whose checkpoints hold adapters alone."""
 import copy
 import os
-import re
 import shutil
 from dataclasses import asdict
 
@@ -10,8 +9,8 @@ import torch
 from torch.func import functional_call
 
 from checkpoint import Checkpointer, fingerprint, load_base, load_checkpoint, load_model, write_checkpoint
-from conftest import (COMPILED, SFT, check_close, check_compiled, check_resumed, error_line, extra_flags, jsonl, load,
-                      new_gpt, optimizer_config, read_log, refused, run, same, save_model, tokens, turns)
+from conftest import (COMPILED, SFT, check_close, check_compiled, check_error, check_resumed, error_line, extra_flags,
+                      jsonl, load, new_gpt, optimizer_config, read_log, refused, run, same, save_model, tokens, turns)
 from extras.lora import Adapters, Lora, add_adapters
 from families import write_family
 from import_hf import load_hf
@@ -308,8 +307,7 @@ def test_what_adapters_cannot_be_trained_with_is_refused():
     for optimizer, checkpoint, words in (
             ("muon", {"path": "base"}, "--optimizer=muon.*lora_rank.*adamw"),
             ("adamw", {"path": "tuned", "lora": {}}, "--init_from=tuned.*export_hf.py")):
-        line = error_line(Lora, None, {"optimizer": optimizer}, "float32", checkpoint, False)
-        assert re.search(words, line), line
+        check_error(words, Lora, None, {"optimizer": optimizer}, "float32", checkpoint, False)
 
 
 # -----------------------------------------------------------------------------

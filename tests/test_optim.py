@@ -1,11 +1,10 @@
 """The schedule against torch's own, the parameter groups, and Muon against its formula."""
 import math
-import re
 
 import pytest
 import torch
 
-from conftest import GPU, defaults, error_line, literals, needs_gpu, optimizer_config, same, small_gpt
+from conftest import GPU, check_error, defaults, error_line, literals, needs_gpu, optimizer_config, same, small_gpt
 from muon import newton_schulz
 from optim import build_schedule, configure_optimizer, set_lr, step_if_finite
 
@@ -69,8 +68,7 @@ def test_without_a_number_the_warmup_is_a_tenth_of_the_run_and_at_most_2000_step
     ("cosine", dict(min_lr=0.7), "--min_lr=0.7.*--learning_rate=0.6"),
 ])
 def test_a_schedule_that_cannot_be_is_refused(schedule, changes, words):
-    line = error_line(build_schedule, schedule_config(schedule, **changes), 100)
-    assert re.search(words, line), line
+    check_error(words, build_schedule, schedule_config(schedule, **changes), 100)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 import prepare_data
 import python_text
-from conftest import error_line, read_lines
+from conftest import error_line, random_texts, read_lines
 from prepare_data import find_source, read_batches, tokenize, tokenize_batches
 from shards import read_meta, read_shard
 from tokenizer import get_tokenizer
@@ -122,9 +122,8 @@ def contents(data_dir):
 # sources
 
 PARQUET = ["--files=*.parquet", "--tokenizer=bytes", "--val_tokens=8000", "--shard_size=25000", "--num_threads=1"]
-PIECES = [*"abcdefgh  \n\t\"\\,é漢🙂\0", "the ", "<|endoftext|>", "<|user|>"]
 RNG = random.Random(0)
-DOCUMENTS = ["".join(RNG.choices(PIECES, k=RNG.randint(1, 400))) for _ in range(400)]
+DOCUMENTS = random_texts(RNG, 400)
 DOCUMENTS.insert(250, "long " * 2000)
 
 

@@ -6,13 +6,11 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import error_line
+from conftest import error_line, random_texts
 from chat_format import chat_tokens, check_chat_format, decode_chat
 from tokenizer import count_ids, encode, get_tokenizer, padded_vocab_size, sanitize, token_bytes
 
-PIECES = list("abcdefgh  \n\t\"\\,") + ["é", "漢", "🙂", "\0", "the ", "<|endoftext|>", "<|user|>"]
-rng = random.Random(0)
-TEXTS = ["".join(rng.choices(PIECES, k=rng.randint(1, 400))) for _ in range(100)]
+TEXTS = random_texts(random.Random(0), 100)
 
 
 @pytest.fixture(params=["bytes", "gpt2"])

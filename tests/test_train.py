@@ -80,7 +80,7 @@ def test_the_loss_curve_is_that_of_a_plain_loop_over_transformers(shards, traine
 
 def test_a_checkpoint_holds_its_own_val_loss(shards, trained):
     (gpt, checkpoint), log = load_model(trained, CPU), read_log(trained, "val_loss", "val_bpb")
-    loss, bpb = validation_loss(gpt, TokenDataset(str(shards), "val", 32), 4, 4, CPU)
+    loss, bpb = validation_loss(gpt, TokenDataset(shards, "val", 32), 4, 4, CPU)
     assert checkpoint["val_loss"] == log["val_loss", 20] == pytest.approx(loss) and checkpoint["val_iter"] == 20
     assert log["val_bpb", 20] == pytest.approx(bpb)
 
@@ -93,7 +93,7 @@ def test_validation_is_the_mean_over_its_tokens(shards, monkeypatch, ranks, batc
     """
     parts = []
     monkeypatch.setattr(dataloader, "all_reduce", lambda *totals: parts.append(torch.stack(totals)) or sum(parts))
-    gpt, data = small_gpt("gpt2", vocab_size=384, max_seq_len=32), TokenDataset(str(shards), "val", 32)
+    gpt, data = small_gpt("gpt2", vocab_size=384, max_seq_len=32), TokenDataset(shards, "val", 32)
     for rank in range(ranks):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
@@ -319,8 +319,9 @@ def test_why_a_step_is_not_finite(trained):
     assert why(small_gpt("gpt2")) == "it is not finite in another micro-batch"
     gpt = small_gpt("gpt2")
     gpt.transformer.h[0].register_forward_pre_hook(raise_out_of_memory)
-    assert find_nonfinite(gpt, {"idx": torch.arange(8)[None]}, make_autocast(CPU, "float32")).endswith("find out where")
-    assert not gpt.transformer.h[1].mlp._forward_hooks
+    cause = find_nonfinite(gpt, {"idx": torch.arange(8)[None]}, make_autocast(CPU, "float32"))
+    assert cause.endswith("find out where")
+    assert not torch.nn.modules.module._global_forward_hooks
 
 
 def test_wsd_and_another_runs_weights(shards, trained, tmp_path):
@@ -430,8 +431,12 @@ def test_ranks_that_do_not_divide_the_micro_batches_are_refused():
 # the log
 
 def new_logger(shards, out_dir, resuming=False, **metric):
-    loader = BatchLoader(TokenDataset(str(shards), "train", 32), 4, 0, 0, 1, CPU)
+    loader = BatchLoader(TokenDataset(shards, "train", 32), 4, 0, 0, 1, CPU)
     return Logger(out_dir, 9, 3, loader, 1, 1, [lambda: metric], [], resuming)
+
+
+def log_step(log, loss_sum=1.0, targets=1, tokens=1, seconds=1.0):
+    log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=1, clipped=0, seconds=seconds)
 
 
 @pytest.mark.parametrize("values, warned", [([3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.2, 2.3], [4, 5]),
@@ -448,7 +453,7 @@ def test_a_loss_that_stays_high_is_a_warning_once(shards, tmp_path, capsys):
     def losses(values):
         log = new_logger(shards, tmp_path)
         for i, value in enumerate(values):
-            log.step(loss_sum=value, targets=1, tokens=1, rows=1, clipped=0, seconds=1)
+            log_step(log, value)
             log.train(i)
         return re.findall("step (.*): the loss rises: .* is (.*), up from (.*);", capsys.readouterr().out)
 
@@ -464,7 +469,7 @@ def test_the_duration_of_evaluations_counts_in_the_eta(shards, tmp_path):
     log = new_logger(shards, tmp_path)
     log(0, eval_seconds=10.0)
     for _ in range(3):
-        log.step(loss_sum=1.0, targets=1, tokens=1, rows=1, clipped=0, seconds=1.0)
+        log_step(log)
     log.train(3)
     assert read_log(tmp_path, "eta_seconds")["eta_seconds", 3] == pytest.approx(6 * 1 + 2 * 10)
     assert new_logger(shards, tmp_path, resuming=True).eval_seconds == 10.0
@@ -475,7 +480,7 @@ def test_a_skipped_step_counts_in_the_utilization_and_not_in_the_mean_loss(shard
     log = new_logger(shards, tmp_path)
     log.peak_flops = 2
     for loss_sum, targets in (8.0, 4), (math.nan, 4), (40.0, 8):
-        log.step(loss_sum=loss_sum, targets=targets, tokens=32, rows=1, clipped=0, seconds=2.0)
+        log_step(log, loss_sum, targets, tokens=32, seconds=2.0)
     log.train(3)
     assert read_log(tmp_path, "train_loss", "mfu") == {("train_loss", 3): 4.0, ("mfu", 3): 8.0}
 
@@ -537,8 +542,8 @@ def test_a_peak_is_that_of_the_card(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *_, **__: None)
     monkeypatch.setattr("timeit.repeat", lambda *_, **__: [2 * 4096 ** 3])  # measured: 1 FLOP/s
     for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-                        ("NVIDIA H200 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", 1.0),
-                        ("NVIDIA RTX A4000", 1.0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 1.0)):
+                        ("NVIDIA H200 NVL", 835e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L4", 121e12),
+                        ("NVIDIA L40", 1.0), ("NVIDIA RTX A4000", 1.0), ("NVIDIA GeForce RTX 4090 Laptop GPU", 1.0)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         peaks = [machine.peak_flops(torch.device("cuda:0"), dtype) for dtype in ("bfloat16", "float32")]
         assert peaks == [flops, 1.0], name
