@@ -29,7 +29,7 @@ from model import IGNORE
 from prepare_data import is_json_list
 from tokenizer import CHAT_TOKENS, sanitize, token_dtype
 
-VERSION = 4  # increment when tokenize_source's output changes: all sources are tokenized again
+VERSION = 5  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=get_rank() > 0)  # shown after 2 seconds
 
 
@@ -64,6 +64,8 @@ def read_rows(source):
                 yield from ((f"{source}, line {i}", line) for i, line in enumerate(file, 1) if line.strip())
                 return
             rows = json.load(file)
+    elif source.startswith(("/", ".")):
+        raise ValueError("there is no such file")
     else:
         import datasets
         rows = datasets.load_dataset(*split_hub_name(source), split="train")
@@ -71,17 +73,25 @@ def read_rows(source):
 
 
 def to_messages(row):
-    """The messages of a row (a dict, or a line of JSON) that has our format, ShareGPT's or Alpaca's."""
+    """
+    The messages of a row (a dict, or a line of JSON) that has our format, ShareGPT's or Alpaca's. Raises ValueError if
+    they are not all of it.
+    """
     if isinstance(row, bytes):
         row = json.loads(row)
     if "messages" in row:
-        return row["messages"]
-    if "conversations" in row:  # ShareGPT
+        messages = row["messages"]
+    elif "conversations" in row:  # ShareGPT
         roles = {"human": "user", "gpt": "assistant"}
-        return [{"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
-                for turn in row["conversations"]]
-    question = "\n".join(filter(None, [row["instruction"], row.get("input")]))  # Alpaca
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+        messages = [{**turn, "role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
+                    for turn in row["conversations"]]
+    else:  # Alpaca
+        question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+    if row.get("tools") or row.get("history"):
+        raise ValueError("it has tools or a history beside its messages")
+    system = row.get("system") or row.get("system_prompt")
+    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -101,9 +111,11 @@ def validate_conversation(messages):
         raise ValueError("messages is not a list of {role, content}, both strings")
     if not re.fullmatch("(system )?user assistant( user assistant)*( user)?", roles):
         raise ValueError("its roles are not user and assistant in turn, after at most one system message")
-    if any(message.get("reasoning_content") for message in messages):
-        raise ValueError("its thoughts are in reasoning_content; put them into content, as <think>...</think>")
-    if any(message.get("tool_calls") or message.get("weight") not in (None, 1) for message in messages):
+    if any(message.get(name) for message in messages for name in ("reasoning_content", "reasoning", "thinking")):
+        raise ValueError("its thoughts are in reasoning_content, reasoning or thinking; put them into content, as "
+                         "<think>...</think>")
+    if any(message.get("tool_calls") or message.get("function_call") or message.get("weight") not in (None, 1)
+           for message in messages):
         raise ValueError("it has tool_calls, or a weight other than 1")
     begin = int(is_empty[0] and roles.startswith("system"))
     if any(is_empty[begin:]):
@@ -316,12 +328,13 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
     no copy of it is trained on. pack: as many whole conversations to a row as fit, or one. chat_dir: where the
     datasets library keeps the tokenized sources.
     """
-    notes, eot = {}, tokenizer.eot_token
+    notes, used, eot = {}, [], tokenizer.eot_token
     train, val = [], []  # pairs of inputs and targets, repeated by their sources' weights, unless held out
     for mixed, weights in (train, parse_mixture(data)), (val, parse_mixture(val_data) if val_data else {}):
         loaded = [list(load_conversations(source, tokenizer, max_seq_len, chat_dir, notes)) for source in weights]
         digests = sorted(digest for part in loaded for digest, _ in part)
         held_out = set(digests[:0 if val_data else -(-len(digests) // 50)])
+        used.append({*digests} - held_out)
         for i, (source, weight) in enumerate(weights.items()):
             kept = [pair for digest, pair in loaded[i] if digest not in held_out]
             val += [pair for digest, pair in loaded[i] if digest in held_out]
@@ -341,6 +354,8 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
     text = (f"data: {data}, {len(train):,} conversations in {len(rows):,} rows of {max_seq_len}; "
             f"{n_tokens / n_positions:.1%} of the positions are not padding, {n_targets / n_positions:.1%} are "
             f"trained on; {len(val):,} conversations for validation{list_notes(notes)}")
+    if both := len(used[0] & used[1]):
+        text += f"\nWARNING: {both:,} of the conversations for validation are trained on, too"
     return *datasets, text
 
 

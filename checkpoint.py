@@ -126,10 +126,13 @@ def digest_weights(facts, state_dict, rows=None):
 
 def check_tokenizer(where, tokenizer, checkpoint):
     """Exit with an error if the checkpoint's model has another tokenizer. `where` says where this one is from."""
-    expected, vocab_size = get_tokenizer(checkpoint["tokenizer"]).name, checkpoint["model_args"]["vocab_size"]
-    if tokenizer.name != expected or tokenizer.n_vocab > vocab_size:
-        fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected} tokens, "
+    expected, vocab_size = get_tokenizer(checkpoint["tokenizer"]), checkpoint["model_args"]["vocab_size"]
+    if tokenizer.name != expected.name or tokenizer.n_vocab > vocab_size:
+        fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected.name} tokens, "
              f"{vocab_size} ids")
+    if tokenizer.eot_token != expected.eot_token:
+        fail(f"{where}: a text begins with the token {tokenizer.eot_token}, but for the model {checkpoint['path']} "
+             f"with {expected.eot_token}; use the tokenizer of this model")
 
 
 def plain_weights(checkpoint):

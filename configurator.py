@@ -189,8 +189,12 @@ def parse(text, hint):
 
 def check(setting, value, hint):
     """`value` if the annotation accepts it (an int is accepted as a float), else an error that names `setting`."""
-    accepted = []
-    for kind, limits in alternatives(hint):
+    accepted, kinds = [], dict(alternatives(hint))
+    if value == "" and str in kinds and type(None) in kinds:  # a shell variable that is not set
+        fail(f"{setting}='': expected a string that is not empty, or None")
+    if isinstance(value, str) and value.startswith("~/"):
+        fail(f"{setting}={value}: the shell expands ~ only at the beginning of a word; write $HOME/... instead")
+    for kind, limits in kinds.items():
         if kind is typing.Literal:
             if repr(value) in map(repr, limits):  # so that 8.0 and True do not pass for 8 and 1
                 return value

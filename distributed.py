@@ -67,7 +67,7 @@ def excepthook(kind, error, tb):
     if issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps and "
-             f"--eval_iters by the same factor, to train the same model)", alone=True)
+             f"--eval_iters by the same factor, to train the same model), or take a smaller model", alone=True)
     elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
         print(f"error: another rank is gone or unreachable ({format_error(error)}); start all of them again "
               f"with --init_from=auto", file=sys.stderr)

@@ -76,6 +76,10 @@ def build_hf_model(model, tokenizer, chat):
         compare_logits(hf_model.eval(), model, 1024)
     # not in the model's own config, where it would keep transformers from training this token's embedding
     hf_model.generation_config.pad_token_id = eot
+    own = json.loads((tokenizer.files or {}).get("generation_config.json", "{}"))
+    if own.get("do_sample"):  # without it transformers refuses to save the others
+        hf_model.generation_config.update(**{name: own[name] for name in ("do_sample", "temperature", "top_k", "top_p")
+                                             if name in own})
     # ids that the model was never trained to write
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
     hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]

@@ -156,8 +156,8 @@ def read_weights(folder, config, dtype):
         names = sorted(name for name in names if "masked_bias" not in name)  # a constant that old versions saved
         if names:
             raise ValueError(f"its weights do not fit its config.json: {problem} {names}")
-    if config.tied_head and not torch.equal(*(module.weight for module in (hf_model.get_input_embeddings(),
-                                                                           hf_model.get_output_embeddings()))):
+    head, embedding = hf_model.get_output_embeddings().weight, hf_model.get_input_embeddings().weight
+    if config.tied_head and head is not embedding and not torch.equal(head, embedding):
         raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a separate head")
     with torch.device("meta"):  # no memory, until it shares that of hf_model
         model = GPT(config)

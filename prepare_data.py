@@ -348,8 +348,9 @@ if __name__ == "__main__":
     meta["finished"] = True
     write_meta(folder, meta)
     out_dir = [] if dataset == "python" else [f"--out_dir=out-{folder.resolve().name}"]
+    share = recipe["val_tokens"] / meta["tokens"]
     print(f"{folder}: {summary}\n"
-          f"the first {recipe['val_tokens']:,} tokens are for validation; train on the rest:\n"
+          f"the first {recipe['val_tokens']:,} tokens ({share:.0%}) are for validation; train on the rest:\n"
           f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}"
           + shlex.join([f"--data_dir={folder}", *out_dir]))
     if meta["bytes"] < 50e6 and encoding.name == "gpt2":

@@ -168,12 +168,12 @@ def load_teacher(loader, config, dtype, options, vocab_size):
     """
     data, device = loader.dataset, loader.device
     net, checkpoint = load_model(config["teacher"], "cpu")
-    check_tokenizer("the student", data.tokenizer, checkpoint)
     tokenizers = data.tokenizer, get_tokenizer(checkpoint["tokenizer"])
     for i in set.intersection(*(special_ids(tokenizer, "chat_dir" in config) for tokenizer in tokenizers)):
         ours, theirs = (decode_chat(tokenizer, [i]) for tokenizer in tokenizers)
         if ours != theirs:
             fail(f"--teacher={config['teacher']}: its token {i} is {theirs}, the student's {ours}")
+    check_tokenizer("the student", data.tokenizer, checkpoint)
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
              f"that")

@@ -43,8 +43,8 @@ class Pruner:
                 fail(f"--sparsity={self.sparsity}: {self.metrics()['sparsity']:.4f} of the weights are pruned "
                      f"already; give at least that")
         optimizer.register_step_post_hook(self.prune)
-        print0(f"pruning by {self.by}: to {self.sparsity} from step {self.begin} to {self.end}, every {self.interval} "
-               f"steps; the run ends at step {max_iters}")
+        print0(f"{'WARNING: ' if self.end > max_iters else ''}pruning by {self.by}: to {self.sparsity} from step "
+               f"{self.begin} to {self.end}, every {self.interval} steps; the run ends at step {max_iters}")
 
     def mask_gradients(self, iter_num):
         """

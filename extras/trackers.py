@@ -9,9 +9,10 @@ from configurator import format_error
 
 class Trackers:
     """
-    Called with each line of the log, a dict with iter, on rank 0; the first call starts both. A checkpoint has
-    the id, project and name of the run at Weights & Biases, which a resumed run continues. The project is
-    wandb_project, else $WANDB_PROJECT, else forkgpt; the run is named $WANDB_NAME, else after out_dir.
+    Called with each line of the log, a dict with iter, on rank 0, and passes it on unless it is an event; the first
+    call starts both. A checkpoint has the id, project and name of the run at Weights & Biases, which a resumed run
+    continues. The project is wandb_project, else $WANDB_PROJECT, else forkgpt; the run is named $WANDB_NAME, else
+    after out_dir.
     """
 
     def __init__(self, config):

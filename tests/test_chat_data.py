@@ -89,9 +89,10 @@ def test_a_conversation_is_truncated_after_an_answer(contents, max_seq_len, leng
     ("a message is empty", [turns("a", "  "), turns("", "b")]),
     ("it has tool_calls, or a weight other than 1", [
         [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}],
-        [*turns("a"), {"role": "assistant", "content": "b", "weight": None, "tool_calls": [{"type": "function"}]}]]),
-    ("thoughts are in reasoning_content", [[*turns("a"), {"role": "assistant", "content": "b",
-                                                          "reasoning_content": "c"}]]),
+        [*turns("a"), {"role": "assistant", "content": "b", "weight": None, "tool_calls": [{"type": "function"}]}],
+        [*turns("a"), {"role": "assistant", "content": "b", "function_call": {"name": "f"}}]]),
+    ("thoughts are in reasoning_content", [[*turns("a"), {"role": "assistant", "content": "b", name: "c"}]
+                                           for name in ("reasoning_content", "reasoning", "thinking")]),
     ("longer than a row", [turns("a", "bb"), turns("a", "bb", "c", "d")]),
 ])
 def test_faults_of_conversations_are_named(fault, conversations):
@@ -348,12 +349,15 @@ FORMATS = [  # a row, and its messages
     (sharegpt(("user", "q"), ("bing", None)), [{"role": "user", "content": "q"}, {"role": "bing", "content": None}]),
     ({"instruction": "q", "input": "x", "output": "r"}, turns("q\nx", "r")),
     ({"instruction": "q", "input": "", "output": "r"}, turns("q", "r")),
-    ({"instruction": "q", "output": None}, turns("q", None))]
+    ({"instruction": "q", "output": None}, turns("q", None)),
+    ({**sharegpt(("human", "q"), ("gpt", "r")), "system": "s"}, turns("q", "r", system="s")),
+    ({"instruction": "q", "output": "r", "system_prompt": "s", "history": []}, turns("q", "r", system="s"))]
 
 
 def test_other_formats_are_read_from_lines_a_list_and_the_hub(tmp_path, monkeypatch):
     rows = [row for row, _ in FORMATS]
-    assert [to_messages(row) for row in rows] == [messages for _, messages in FORMATS]
+    assert [[{key: message[key] for key in ("role", "content")} for message in to_messages(row)] for row in rows] == [
+        messages for _, messages in FORMATS]
     monkeypatch.chdir(tmp_path)
     Path("lines.json").write_text("\n".join(map(json.dumps, rows)))
     Path("list.json").write_text("\ufeff\n" + json.dumps(rows), encoding="utf-8")
@@ -361,9 +365,22 @@ def test_other_formats_are_read_from_lines_a_list_and_the_hub(tmp_path, monkeypa
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: hub[name] if split == "train" else None)
     for source, where in ("lines.json", "line 3"), ("list.json", "row 2"), ("owner/name/config", "row 2"):
         train, _, text = build("rows", source, source)
-        assert len(conversations_of(train.rows)[0]) == 4
+        assert len(conversations_of(train.rows)[0]) == 6
         assert text.splitlines()[1:] == [
-            f"  4 skipped: messages is not a list of {{role, content}}, both strings (the first: {source}, {where})"]
+            f"  4 skipped: messages is not a list of {{role, content}}, both strings (the first: {source}, {where})",
+            "WARNING: 3 of the conversations for validation are trained on, too"]
+
+
+def test_what_another_format_has_beside_its_turns_is_not_dropped():
+    """A turn keeps its weight, which counts it as skipped; history and tools are refused, in any format."""
+    row = sharegpt(("human", "q"), ("gpt", "r"))
+    row["conversations"][1]["weight"] = 0
+    with pytest.raises(ValueError, match="a weight other than 1"):
+        tokenize_conversation(BYTES, to_messages(row), 16)
+    for row in ({"messages": turns("q", "r"), "tools": [{"name": "f"}]},
+                {"instruction": "q", "output": "r", "history": [["a", "b"]]}):
+        with pytest.raises(ValueError, match="it has tools or a history beside its messages"):
+            to_messages(row)
 
 
 def test_a_hub_data_set_is_read_again_once_it_has_changed(tmp_path, monkeypatch):
@@ -412,7 +429,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         ("nowhere.jsonl", None, "--data.*nowhere.jsonl.*no such file"),
         (chats, "nowhere.jsonl", "--val_data.*nowhere.jsonl.*no such file"),
         (tmp_path, None, f"{tmp_path}.*IsADirectoryError"),
-        ("/nowhere/deep/typo.json", None, "typo.json.*no such file"),
+        ("/nowhere/deep/typo.json", None, "typo.json.*no such file"), ("/nowhere/chats", None, "chats.*no such file"),
         (empty, None, "empty.jsonl.*none of its 0 usable conversations"),
         (f"{chats},{one}:0.01", chats, "--data.*one.jsonl:0.01.*none of its 1 usable.*raise its weight"),
         (chats, f"{one}:0.01", "--val_data.*one.jsonl:0.01"),

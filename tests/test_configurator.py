@@ -139,6 +139,13 @@ def test_a_wrong_value_is_refused_in_a_flag_and_in_a_file(script, key, text, sou
         assert re.match(f"error: --{key}='?{re.escape(text)}'?: expected {re.escape(expected)}\n", line), line
 
 
+def test_what_a_shell_did_not_expand_is_refused(script):
+    """An empty variable does not mean None, and ~ after = would be a folder of that name."""
+    assert "--label='': expected a string that is not empty, or None" in refusal(script, "--label=")
+    assert "--name=~/run: the shell expands ~ only" in refusal(script, "--name=~/run")
+    assert configure(vars(script), ["--name=", "--label=~x"])[1] == {"name": "", "label": "~x"}
+
+
 @pytest.mark.parametrize("key, nearest", [
     ("step", "--steps"), ("raet", "--rate"), ("Steps", "--steps"), ("zzzzz", None), ("not_annotated", None),
     ("_hidden", None), ("json", None), ("__file__", None), ("", None)])

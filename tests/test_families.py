@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import check_tokenizer, load_checkpoint, load_model
-from conftest import ROOT, check_resumed, error_line, extra_flags, jsonl, patched, read_log, refused, run, turns
+from conftest import (ROOT, check_error, check_resumed, error_line, extra_flags, jsonl, patched, read_log, refused,
+                      run, turns)
 from dataloader import TokenDataset
 from export_hf import export
 from families import FAMILIES, write_family
@@ -302,6 +303,11 @@ def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qw
     check_tokenizer("data", tokenizer, full)
     full["model_args"]["vocab_size"] -= 1
     assert f"{tokenizer.n_vocab - 1} ids" in error_line(check_tokenizer, "data", tokenizer, full)
+    full["tokenizer"] = {  # the same ids for text, but texts begin with another token
+        "tokenizer.json": tokenizer.files["tokenizer.json"].replace("<|endoftext|>", "<|other|>"),
+        "tokenizer_config.json": json.dumps({"bos_token": "<|im_start|>"})}
+    full["model_args"]["vocab_size"] += 1
+    check_error("data: a text begins with the token .* the model full with", check_tokenizer, "data", tokenizer, full)
 
 
 # -----------------------------------------------------------------------------
@@ -563,6 +569,17 @@ def test_a_text_ends_where_generation_config_says(qwen3):
     files["generation_config.json"] = json.dumps({"eos_token_id": [*special, 10 ** 6]})
     tokenizer = HFTokenizer(files)
     assert tokenizer.stop_ids == special.keys() == {*generation_limits(tokenizer, chat=False)["stop_ids"]}
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}])
+def test_an_export_keeps_how_the_model_samples(qwen3, tmp_path, sampling):
+    """Llama 2 came with a temperature but without do_sample, which transformers does not save."""
+    shutil.copytree(qwen3, tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, **sampling}))
+    export(f"{tmp_path}/model", f"{tmp_path}/hf", "float32", 10 ** 9, False)
+    exported = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    names = ("do_sample", "temperature", "top_k", "top_p")
+    assert {name: exported[name] for name in names if name in exported} == sampling
 
 
 def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):

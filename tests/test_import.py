@@ -187,10 +187,11 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path):
     assert load_checkpoint(tmp_path)["tokenizer"] == {
         path.name: path.read_text() for path in (tokenizer, tmp_path / "generation_config.json")}
     tokenizer.unlink()
-    broken = new_gpt2(50304)
-    broken.transformer.ln_f.weight.data[3] = math.nan
-    broken.save_pretrained(tmp_path)
-    load_refused(tmp_path, "its logits are not finite")
+    for module in "ln_f", "wte":
+        broken = new_gpt2(50304)
+        broken.transformer.get_submodule(module).weight.data[3] = math.nan
+        broken.save_pretrained(tmp_path)
+        load_refused(tmp_path, "its logits are not finite")
     weights.write_bytes(weights.read_bytes()[:100_000])
     load_refused(tmp_path, "Safetensor")
     weights.unlink()
