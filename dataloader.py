@@ -183,8 +183,8 @@ def validation_loss(model, dataset, batch_size, eval_iters, device, progress=ite
     token_sizes = torch.from_numpy(token_bytes(dataset.tokenizer))  # (V,)
     totals = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
     for first in progress(range(0, n_rows, get_world_size() * batch_size)):  # equally many per rank, as FSDP requires
-        rows = np.arange(batch_size) + first + get_rank() * batch_size
-        batch = dataset.get_batch(rows.clip(max=n_rows - 1), device)
+        rows = torch.arange(batch_size) + first + get_rank() * batch_size
+        batch = dataset.get_batch(rows.clamp(max=n_rows - 1).numpy(), device)
         batch["targets"][rows >= n_rows] = IGNORE
         targets = batch["targets"][batch["targets"] != IGNORE].cpu()
         totals += torch.tensor([model(**batch).item(), len(targets), token_sizes[targets].sum()], dtype=torch.float64)

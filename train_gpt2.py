@@ -76,7 +76,7 @@ beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
 muon_lr: NonNegativeFloat = 0.02  # muon: peak for the hidden matrices, times sqrt(12 / n_layer)
 embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None here and in the next two: learning_rate
-head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix, times sqrt(768 / n_embd)
+head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix, times (768 / n_embd)^0.75
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay

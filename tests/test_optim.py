@@ -90,7 +90,7 @@ def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
     config = optimizer_config(optimizer, embedding_lr=0.1, head_lr=0.004, vector_lr=0.003)
     groups = configure_optimizer(gpt, config)
     # given for 12 layers of 768, and this model has two of 16
-    muon_lr, head_lr = 0.02 * math.sqrt(12 / 2), 0.004 * math.sqrt(768 / 16)
+    muon_lr, head_lr = 0.02 * math.sqrt(12 / 2), 0.004 * 48 ** 0.75
     assert [group["lr"] for group in groups.param_groups] == [muon_lr if muon else 1e-3, 0.1, head_lr, 0.003]
     assert [group.get("betas") for group in groups.param_groups[1:]] == 3 * [(0.9, 0.95)]
     set_lr(groups, 5e-4)  # half the peak
