@@ -194,7 +194,8 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
         for row in progress(rows.to_pylist(), source):
             note, where = row["note"], row["where"]
             if note.startswith("error: "):
-                fail(f"{where}: {note[7:]}; expected {{\"messages\": [...]}}, or ShareGPT's or Alpaca's format")
+                fail(f"{where}: {note[7:]}; expected {{\"messages\": [...]}}, or ShareGPT's or Alpaca's format, as JSON "
+                     f"in UTF-8, not compressed")
             if note:
                 notes.setdefault(note, [0, where])[0] += 1
             if row["pair"]:

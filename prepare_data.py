@@ -124,7 +124,8 @@ def read_documents(paths, column):
         try:
             yield from ({column: document} for document in read_file(path, column))
         except Exception as error:
-            raise ValueError(f"{path}: {format_error(error)}")
+            advice = "; convert it to UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+            raise ValueError(f"{path}: {format_error(error)}{advice}")
 
 
 def read_batches(source, column, state):

@@ -404,6 +404,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
     for _ in range(2):  # kept, and read
         message = error_line(build, tmp_path / "rows", path)
         assert "a.jsonl, line 3: " in message and words in message and 'expected {"messages": [...]}' in message
+        assert "UTF-8, not compressed" in message
 
 
 def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):

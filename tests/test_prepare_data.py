@@ -549,6 +549,7 @@ def test_of_several_files_the_damaged_one_is_named(tmp_path, name, spoil):
         (tmp_path / f"{letter}.{name}").write_bytes(spoil(content) if letter == "b" else content)
     line = refusal(tmp_path, f"--files=*.{name}", "--tokenizer=bytes", "--val_tokens=1")
     assert f"--files=*.{name}" in line and f" b.{name}: " in line and (name != "jsonl" or ": line 71: " in line)
+    assert ("; convert it to UTF-8" in line) == (name == "txt")
 
 
 def test_a_damaged_parquet_file_stops_the_run_and_once_repaired_it_resumes(prepared):
