@@ -83,7 +83,8 @@ def to_messages(row):
         messages = row["messages"]
     elif "conversations" in row:  # ShareGPT
         roles = {"human": "user", "gpt": "assistant"}
-        messages = [{**turn, "role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
+        messages = [{**{key: turn[key] for key in turn.keys() - {"from", "value"}},  # weight, ...
+                     "role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
                     for turn in row["conversations"]]
     else:  # Alpaca
         question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
@@ -194,8 +195,8 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
         for row in progress(rows.to_pylist(), source):
             note, where = row["note"], row["where"]
             if note.startswith("error: "):
-                fail(f"{where}: {note[7:]}; expected {{\"messages\": [...]}}, or ShareGPT's or Alpaca's format, as JSON "
-                     f"in UTF-8, not compressed")
+                fail(f"{where}: {note[7:]}; expected {{\"messages\": [...]}}, or ShareGPT's or Alpaca's format, as "
+                     f"JSON in UTF-8, not compressed")
             if note:
                 notes.setdefault(note, [0, where])[0] += 1
             if row["pair"]:

@@ -193,7 +193,8 @@ def check(setting, value, hint):
     if value == "" and str in kinds and type(None) in kinds:  # a shell variable that is not set
         fail(f"{setting}='': expected a string that is not empty, or None")
     if isinstance(value, str) and value.startswith("~/"):
-        fail(f"{setting}={value}: the shell expands ~ only at the beginning of a word; write $HOME/... instead")
+        fail(f"{setting}={value}: the shell expands ~ only at the beginning of a word; write $HOME/... instead, "
+             f"or in a file the whole path")
     for kind, limits in kinds.items():
         if kind is typing.Literal:
             if repr(value) in map(repr, limits):  # so that 8.0 and True do not pass for 8 and 1

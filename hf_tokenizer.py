@@ -86,14 +86,14 @@ class HFTokenizer:
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
 
-    def encode(self, text, special_as_text):
+    def encode_with_offsets(self, text, special_as_text):
         """The ids of a text, with their offsets. special_as_text: text that spells a special token stays text."""
         self.bpe.encode_special_tokens = special_as_text
         return self.bpe.encode(text, add_special_tokens=False)
 
     def encode_ordinary(self, text):
         """The ids of a text, as a list. Text that spells a special token stays text."""
-        return self.encode(text, True).ids
+        return self.encode_with_offsets(text, special_as_text=True).ids
 
     def encode_to_numpy(self, text, disallowed_special=()):
         """The ids of a text, (n,) uint32. tiktoken's name and arguments."""
@@ -186,7 +186,7 @@ class HFTokenizer:
 
     def encode_template(self, text, outline):
         """The ids of a rendered text and where each begins and ends in it. outline: without typed special tokens."""
-        encoding = self.encode(text, special_as_text=False)
+        encoding = self.encode_with_offsets(text, special_as_text=False)
         if text == outline:
             return encoding.ids, encoding.offsets
         if self.encode_pieces(text, text)[0] != encoding.ids:
@@ -198,7 +198,7 @@ class HFTokenizer:
         special = [found.span() for found in self.special_token.finditer(outline)]
         ids, offsets = [], []
         for begins, ends in pairwise([0, *chain(*special), len(text)]):  # in turn text and a special token
-            encoding = self.encode(text[begins:ends], (begins, ends) not in special)
+            encoding = self.encode_with_offsets(text[begins:ends], (begins, ends) not in special)
             ids += encoding.ids
             offsets += [(begins + a, begins + b) for a, b in encoding.offsets]
         return ids, offsets

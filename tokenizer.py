@@ -23,8 +23,9 @@ def get_tokenizer(name):
     Otherwise `name` is a Hugging Face folder, or what tokenizer_entry returned: returns its HFTokenizer.
     """
     if name == "bytes":
-        return complete(tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
-                                          mergeable_ranks={bytes([i]): i for i in range(256)}))
+        return add_attributes(tiktoken.Encoding(
+            name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
+            mergeable_ranks={bytes([i]): i for i in range(256)}))
     if name != "gpt2":
         where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
         with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
@@ -35,11 +36,11 @@ def get_tokenizer(name):
     with one_line_errors("tokenizer='gpt2': its vocabulary could not be downloaded and is not in "
                          + os.environ["TIKTOKEN_CACHE_DIR"], "set TIKTOKEN_CACHE_DIR to a folder that has it, or "
                          "prepare the data with --tokenizer=bytes, which downloads nothing"):
-        return complete(tiktoken.get_encoding(name))
+        return add_attributes(tiktoken.get_encoding(name))
 
 
-def complete(encoding):
-    """Gives a tiktoken.Encoding the attributes of an HFTokenizer that other files read, and returns it."""
+def add_attributes(encoding):
+    """Adds to a tiktoken.Encoding the attributes of an HFTokenizer that other files read. Returns it."""
     encoding.files = encoding.chat_template = None
     encoding.special = encoding.stop_ids = {encoding.eot_token}
     encoding.can_grow = encoding.byte_level = True

@@ -356,8 +356,7 @@ FORMATS = [  # a row, and its messages
 
 def test_other_formats_are_read_from_lines_a_list_and_the_hub(tmp_path, monkeypatch):
     rows = [row for row, _ in FORMATS]
-    assert [[{key: message[key] for key in ("role", "content")} for message in to_messages(row)] for row in rows] == [
-        messages for _, messages in FORMATS]
+    assert [to_messages(row) for row in rows] == [messages for _, messages in FORMATS]
     monkeypatch.chdir(tmp_path)
     Path("lines.json").write_text("\n".join(map(json.dumps, rows)))
     Path("list.json").write_text("\ufeff\n" + json.dumps(rows), encoding="utf-8")
