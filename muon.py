@@ -4,6 +4,7 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import distribute_tensor
 
 from distributed import gather
@@ -27,26 +28,22 @@ def newton_schulz(matrices):
     return X.mT if tall else X
 
 
-def muon_updates(matrices, mean_square, skip, beta2=0.95):
+def muon_updates(matrices, skip):
     """
-    Orthogonalizes `matrices` (n, rows, cols) and gives each row, the weights of one neuron, its own step size
-    (NorMuon, Li et al. 2025): divides the row by the root of its mean square, which mean_square (n, rows, 1) averages
-    over the steps, and keeps the norm of each matrix. Returns float32 updates and the new mean_square; if skip, a
-    scalar bool tensor, zeros and mean_square as it was.
+    Orthogonalizes `matrices` (n, rows, cols), whose rows, the weights of one neuron each, are divided by their norms
+    before (MuonEq, Chang et al. 2026), then lets each row move equally far and keeps the norm of each matrix. Returns
+    float32 updates; zeros if skip, a scalar bool tensor.
     """
-    updates = newton_schulz(matrices).float()
-    new_mean_square = mean_square.lerp(updates.square().mean(2, keepdim=True), 1 - beta2)
-    scaled = updates * new_mean_square.clamp(min=1e-10).rsqrt()
-    norms, scaled_norms = (x.norm(dim=(1, 2), keepdim=True) for x in (updates, scaled))
-    updates = scaled * (norms / scaled_norms.clamp(min=1e-10))
-    return updates.masked_fill(skip, 0.0), new_mean_square.where(~skip, mean_square)
+    updates = newton_schulz(F.normalize(matrices, dim=2)).float()
+    row_norms = updates.norm(dim=(1, 2), keepdim=True) / math.sqrt(updates.size(1))
+    return (F.normalize(updates, dim=2) * row_norms).masked_fill(skip, 0.0)
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """
     One optimizer for the whole model. The first of `groups` gets Muon, which orthogonalizes the update of each matrix
-    (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with NorMuon's step size for each row. The other groups
-    get torch's AdamW with the settings `adamw`.
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon). The other groups get torch's AdamW with the settings
+    `adamw`.
 
     Under DDP each matrix has an owner, the rank that updates and broadcasts it. Its state stays on the owner until
     state_dict, a collective call, gathers it. Under FSDP every rank gathers and orthogonalizes every matrix and keeps
@@ -79,8 +76,7 @@ class MuonAdamW(torch.optim.Optimizer):
             return
         self.muon_updates = torch.compile(muon_updates, dynamic=False, backend=backend)
         for batch in self.batches:
-            matrices = torch.stack(batch)
-            self.muon_updates(matrices, matrices.new_zeros(*matrices.shape[:2], 1), self.found_inf.bool())
+            self.muon_updates(torch.stack(batch), self.found_inf.bool())
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -91,14 +87,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self.adamw.step()
         skip = self.found_inf.bool()
         for batch in self.batches:
-            states, grads, p = [self.matrix_state(p) for p in batch], [p.grad for p in batch], batch[0]
-            momenta, means = ([state[name] for state in states] for name in ("momentum_buffer", "row_mean_square"))
+            momenta, grads, p = [self.momentum(p) for p in batch], [p.grad for p in batch], batch[0]
             if skip.is_cuda or skip:  # if skipped, keep the momenta; on a CPU asking is free, with CUDA it waits
                 grads = [torch.where(skip, m, grad) for m, grad in zip(momenta, grads)]
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
             directions = [gather(grad.lerp(m, MOMENTUM)) for grad, m in zip(grads, momenta)]  # Nesterov's
-            updates, mean_square = self.muon_updates(torch.stack(directions), torch.stack(means), skip)
-            torch._foreach_copy_(means, mean_square.unbind())
+            updates = self.muon_updates(torch.stack(directions), skip)
             if self.sharded:  # then a batch is one matrix
                 updates = distribute_tensor(updates[0], p.device_mesh, p.placements, src_data_rank=None)[None]
             torch._foreach_mul_(batch, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
@@ -106,15 +100,13 @@ class MuonAdamW(torch.optim.Optimizer):
         for broadcast in [dist.broadcast(p, rank, async_op=True) for p, rank in self.owner.items()]:
             broadcast.wait()
 
-    def matrix_state(self, p):
-        """Muon's state of a matrix: momentum_buffer, shaped like p, and row_mean_square (rows, 1) float32."""
-        if "row_mean_square" not in self.state[p]:
-            self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))  # a checkpoint older than NorMuon has it
-            self.state[p]["row_mean_square"] = torch.zeros(p.size(0), 1, device=p.device)
-        return self.state[p]
+    def momentum(self, p):
+        """Muon's state of a matrix, shaped like it; zeros at first."""
+        if "momentum_buffer" not in self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return self.state[p]["momentum_buffer"]
 
     def state_dict(self):
         for p, rank in self.owner.items():
-            for tensor in self.matrix_state(p).values():
-                dist.broadcast(tensor, rank)
+            dist.broadcast(self.momentum(p), rank)
         return super().state_dict()

@@ -134,8 +134,7 @@ def training_step(args, dtype, B, T, packed):
 @torch.no_grad()
 def muon_step(update=torch.compile(muon_updates, dynamic=False)):
     for rows, cols in ((768, 768), (2304, 768), (3072, 768), (768, 3072)):  # GPT-2's matrices
-        update(torch.zeros(2, rows, cols, device=DEVICE), torch.zeros(2, rows, 1, device=DEVICE),
-               torch.zeros((), dtype=bool, device=DEVICE))
+        update(torch.zeros(2, rows, cols, device=DEVICE), torch.zeros((), dtype=bool, device=DEVICE))
 
 
 torch.set_float32_matmul_precision("high")  # as in training

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from conftest import GPU, check_error, defaults, error_line, literals, needs_gpu, optimizer_config, same, small_gpt
-from muon import newton_schulz
+from muon import muon_updates, newton_schulz
 from optim import build_schedule, configure_optimizer, set_lr, step_if_finite
 
 
@@ -206,6 +206,21 @@ def test_newton_schulz_is_torchs():
         torch.testing.assert_close(newton_schulz(gradients).float(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows, cols", [(64, 16), (16, 48)])
+def test_all_rows_of_a_matrix_move_equally_far_and_their_scale_does_not_matter(rows, cols):
+    """Also if half of the rows are alike, so that orthogonalized they are shorter than the others."""
+    torch.manual_seed(rows)
+    matrix, scales = torch.randn(1, rows, cols), torch.logspace(-6, 6, rows)[:, None]
+    matrix[:, :rows // 2] += 10
+    skip = torch.zeros((), dtype=bool)
+    plain = newton_schulz(matrix / matrix.norm(dim=2, keepdim=True)).float()
+    assert plain.norm(dim=2).std() > 0.05
+    update = muon_updates(matrix, skip)
+    torch.testing.assert_close(update.norm(dim=2), plain.norm().expand(1, rows) / rows ** 0.5)
+    torch.testing.assert_close(muon_updates(matrix * scales, skip), update, rtol=0, atol=0.02)
+    assert not muon_updates(matrix, ~skip).any()
+
+
 @pytest.mark.parametrize("arch, backend", [
     ("gpt2", None), ("llama", "aot_eager"), pytest.param("llama", "inductor", marks=pytest.mark.slow)])
 def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, backend):
@@ -217,18 +232,17 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
     if backend:
         optimizer.compile(backend)
     hidden = {name: p.detach().clone() for name, p in gpt.transformer.h.named_parameters() if p.dim() == 2}
-    momentum, mean_square = dict.fromkeys(hidden, 0.0), dict.fromkeys(hidden, 0.0)  # of each row, NorMuon's
-    mu = 0.9
+    momentum, mu = dict.fromkeys(hidden, 0.0), 0.9
     for step in range(3):
         take_steps(gpt, optimizer, [step])
         take_steps(twin, adamw, [step])
         for name, p in hidden.items():
             gradient = gpt.transformer.h.get_parameter(name).grad
             momentum[name] = mu * momentum[name] + (1 - mu) * gradient
-            update = newton_schulz((mu * momentum[name] + (1 - mu) * gradient)[None])[0].float()  # Nesterov
+            direction = mu * momentum[name] + (1 - mu) * gradient  # Nesterov's
+            update = newton_schulz((direction / direction.norm(dim=1)[:, None])[None])[0].float()
             norm = update.norm()
-            mean_square[name] = 0.95 * mean_square[name] + 0.05 * (update ** 2).mean(1)
-            update = update / mean_square[name].sqrt()[:, None]
+            update = update / update.norm(dim=1)[:, None]
             update *= norm / update.norm()
             p -= 0.02 * (5 * p + max(1, p.size(0) / p.size(1)) ** 0.5 * update)
     for (name, p), q in zip(gpt.named_parameters(), twin.parameters()):
