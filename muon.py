@@ -9,7 +9,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from distributed import gather
 
-MOMENTUM = 0.9  # Jordan et al. have 0.95; with small batches and rates that fall from the start 0.9 is better
+MOMENTUM = 0.85  # Jordan et al. have 0.95; with small batches and rates that fall from the start 0.85 is better
 
 
 def newton_schulz(matrices):

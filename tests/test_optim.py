@@ -232,7 +232,7 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
     if backend:
         optimizer.compile(backend)
     hidden = {name: p.detach().clone() for name, p in gpt.transformer.h.named_parameters() if p.dim() == 2}
-    momentum, mu = dict.fromkeys(hidden, 0.0), 0.9
+    momentum, mu = dict.fromkeys(hidden, 0.0), 0.85
     for step in range(3):
         take_steps(gpt, optimizer, [step])
         take_steps(twin, adamw, [step])
