@@ -30,11 +30,12 @@ def newton_schulz(matrices):
 
 def muon_updates(matrices, skip):
     """
-    Orthogonalizes `matrices` (n, rows, cols), whose rows, the weights of one neuron each, are divided by their norms
-    before (MuonEq, Chang et al. 2026), then lets each row move equally far and keeps the norm of each matrix. Returns
-    float32 updates; zeros if skip, a scalar bool tensor.
+    Orthogonalizes `matrices` (n, rows, cols), then gives all rows of a matrix, the weights of one neuron each, the same
+    norm, without changing that of the matrix. Returns float32 updates; zeros if skip, a scalar bool tensor.
+
+    So all neurons move equally far, as with NorMuon (Li et al. 2025), but without its mean over the steps.
     """
-    updates = newton_schulz(F.normalize(matrices, dim=2)).float()
+    updates = newton_schulz(matrices).float()
     row_norms = updates.norm(dim=(1, 2), keepdim=True) / math.sqrt(updates.size(1))
     return (F.normalize(updates, dim=2) * row_norms).masked_fill(skip, 0.0)
 

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from conftest import GPU, check_error, defaults, error_line, literals, needs_gpu, optimizer_config, same, small_gpt
 from muon import muon_updates, newton_schulz
@@ -207,17 +208,15 @@ def test_newton_schulz_is_torchs():
 
 
 @pytest.mark.parametrize("rows, cols", [(64, 16), (16, 48)])
-def test_all_rows_of_a_matrix_move_equally_far_and_their_scale_does_not_matter(rows, cols):
+def test_all_rows_of_a_matrix_move_equally_far(rows, cols):
     """Also if half of the rows are alike, so that orthogonalized they are shorter than the others."""
     torch.manual_seed(rows)
-    matrix, scales = torch.randn(1, rows, cols), torch.logspace(-6, 6, rows)[:, None]
+    matrix, skip = torch.randn(1, rows, cols), torch.zeros((), dtype=bool)
     matrix[:, :rows // 2] += 10
-    skip = torch.zeros((), dtype=bool)
-    plain = newton_schulz(matrix / matrix.norm(dim=2, keepdim=True)).float()
+    plain, update = newton_schulz(matrix).float(), muon_updates(matrix, skip)
     assert plain.norm(dim=2).std() > 0.05
-    update = muon_updates(matrix, skip)
     torch.testing.assert_close(update.norm(dim=2), plain.norm().expand(1, rows) / rows ** 0.5)
-    torch.testing.assert_close(muon_updates(matrix * scales, skip), update, rtol=0, atol=0.02)
+    torch.testing.assert_close(F.cosine_similarity(update, plain, dim=2), torch.ones(1, rows))
     assert not muon_updates(matrix, ~skip).any()
 
 
@@ -240,7 +239,7 @@ def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, ba
             gradient = gpt.transformer.h.get_parameter(name).grad
             momentum[name] = mu * momentum[name] + (1 - mu) * gradient
             direction = mu * momentum[name] + (1 - mu) * gradient  # Nesterov's
-            update = newton_schulz((direction / direction.norm(dim=1)[:, None])[None])[0].float()
+            update = newton_schulz(direction[None])[0].float()
             norm = update.norm()
             update = update / update.norm(dim=1)[:, None]
             update *= norm / update.norm()
