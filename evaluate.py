@@ -317,7 +317,7 @@ def task_hook(model, tokenizer, autocast, stage, config):
 
 
 if __name__ == "__main__":
-    checkpoint: str = "out/ckpt.pt"  # a checkpoint, or its out_dir
+    checkpoint: str = "out/ckpt.pt"  # ours or nanoGPT's, or its folder; a Hugging Face folder; gpt2, gpt2-medium, ...
     tasks: str = "hellaswag,arc_easy,arc_challenge,mmlu,gsm8k"  # empty: none
     task_dir: str | None = None  # folder with TASK/test.jsonl or TASK/validation.jsonl; None: from the hub
     max_problems: Positive | None = None  # of each task, evenly spaced; None: all

@@ -17,8 +17,8 @@ of the output say how many tokens there are.
 
 You can interrupt this script at any time. The same command resumes after the last complete shard and writes the bytes
 that it would have written without the interruption, with any number of threads. A larger max_tokens adds shards to the
-folder and does not change those in it. Memory holds one shard and a few batches, however large the source is, and a
-.txt file or a JSON list as a whole.
+folder and does not change those in it. Memory holds two copies of a shard and a few batches, however large the source
+is; only .txt files and JSON lists are read whole.
 """
 import glob
 import gzip
