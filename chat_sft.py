@@ -43,7 +43,7 @@ out_dir: str | None = "out-chat"  # checkpoints, config.json, log.jsonl and loss
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 100  # evaluate and save a checkpoint every this many steps
-eval_iters: Positive = 64  # micro-batches per evaluation, always the first
+eval_iters: Positive = 64  # micro-batches per evaluation, the first of val
 save_interval: Positive | None = None  # also save every this many steps, without an evaluation
 eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
@@ -54,7 +54,7 @@ wandb_project: str | None = None  # None: $WANDB_PROJECT, or forkgpt; the run is
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
 data: str = "HuggingFaceTB/smoltalk/all"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
-val_data: str | None = None  # the same for validation; None: hold out one in 50 conversations
+val_data: str | None = None  # sources for validation; None: hold out one in 50 conversations
 chat_dir: str = "data/chat"  # tokenized conversations are cached here
 pack: bool = True  # as many whole conversations per row as fit; False: one
 print_batch: bool = False  # print the first micro-batch, [what is trained on] marked, and exit
@@ -149,8 +149,9 @@ if print_batch:
     raise SystemExit(0)
 check_ranks_agree({"step": checkpoint["iter_num"] if resuming else None, "data": train_rows.fingerprint})
 
-before = checkpoint["config"] if resuming else config
-if max_iters is None and global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]:
+before = {**config, **checkpoint["config"]}
+if resuming and max_iters is None and (
+        global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]):
     fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
          f"of rows per step --epochs has no meaning on resume; give --max_iters, or keep their product")
 num_iters = max_iters

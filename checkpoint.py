@@ -82,7 +82,7 @@ def read_checkpoint(path):
         if name not in GPTConfig.__annotations__:
             raise ValueError(f"it was trained with {name}, which GPTConfig lacks here")
         kind = GPTConfig.__annotations__[name]
-        check(f"{path}: {name}", value, Positive if kind is int else kind)
+        check(f"{path}: {name}", value, {int: Positive, int | None: NonNegative | None}.get(kind, kind))
     return {**checkpoint, "model_args": vars(GPTConfig(**model_args)), "path": str(path)}
 
 
@@ -137,8 +137,12 @@ def check_tokenizer(where, tokenizer, checkpoint):
 
 def plain_weights(checkpoint):
     """The weights without those of a loss function, and with a LoRA run's adapters merged."""
-    trained = {name: tensor for name, tensor in checkpoint["model"].items() if not name.startswith("loss_fn.")}
+    trained = drop_loss_weights(checkpoint["model"])
     return merge_adapters(checkpoint, trained) if "lora" in checkpoint else trained
+
+
+def drop_loss_weights(weights):
+    return {name: tensor for name, tensor in weights.items() if not name.startswith("loss_fn.")}
 
 
 # -----------------------------------------------------------------------------
@@ -163,6 +167,7 @@ def load_base(checkpoint):
                    f"asking the hub")
         if on_hub or os.path.exists(place):
             candidate = load_checkpoint(place, merge=False)
+            candidate["model"] = drop_loss_weights(candidate["model"])
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]
     fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {BASE} beside "
@@ -239,7 +244,8 @@ class Checkpointer:
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
         # resumed at a step whose evaluation is saved: a new save would only hold a new optimizer's learning rates
-        written = val_loss is not None and self.keep_previous and iter_num == self.saved_iter == self.facts["val_iter"]
+        written = (val_loss == self.facts["val_loss"] and self.keep_previous
+                   and iter_num == self.saved_iter == self.facts["val_iter"])
         best_before = self.facts["best_val_loss"]
         if val_loss is not None:
             self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": min(best_before, val_loss)}
@@ -283,9 +289,9 @@ class Checkpointer:
             before, now = (config.get("eval_iters", 1) * config.get("batch_size", 1)
                            for config in (checkpoint["config"], self.facts["config"]))
             if before != now:
-                print0(f"WARNING: validation reads {now} rows now and read {before} before: the losses are not "
-                       f"comparable, and ckpt_best.pt stays until one is lower; --eval_iters can make up for "
-                       f"--batch_size")
+                print0(f"WARNING: validation reads up to {now} rows now and read up to {before} before: if it has "
+                       f"more than {min(before, now)}, the losses are not comparable, and ckpt_best.pt stays until "
+                       f"one is lower; --eval_iters can make up for --batch_size")
             self.facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
                            "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}  # of nan: inf
             iter_num = self.restore(checkpoint)

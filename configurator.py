@@ -170,15 +170,14 @@ def read_config_file(path):
 
 
 def alternatives(hint):
-    """Splits an annotation into [(type, range or ()), ...], one per member of a union; (Literal, its choices)."""
+    """Splits an annotation into {type: range or ()}, one for each member of a union; {Literal: its choices}."""
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
-    return [(getattr(kind, "__origin__", kind), getattr(kind, "__metadata__", typing.get_args(kind)))
-            for kind in kinds]
+    return {getattr(kind, "__origin__", kind): getattr(kind, "__metadata__", typing.get_args(kind)) for kind in kinds}
 
 
 def parse(text, hint):
     """A flag's text as a Python literal, if it is one; a setting that takes a string keeps it, except for None."""
-    kinds = dict(alternatives(hint))
+    kinds = alternatives(hint)
     if str in kinds and not (text == "None" and type(None) in kinds):
         return text
     try:
@@ -189,7 +188,7 @@ def parse(text, hint):
 
 def check(setting, value, hint):
     """`value` if the annotation accepts it (an int is accepted as a float), else an error that names `setting`."""
-    accepted, kinds = [], dict(alternatives(hint))
+    accepted, kinds = [], alternatives(hint)
     if value == "" and str in kinds and type(None) in kinds:  # a shell variable that is not set
         fail(f"{setting}='': expected a string that is not empty, or None")
     if isinstance(value, str) and value.startswith("~/"):

@@ -233,7 +233,8 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     """
     n, max_seq_len = len(examples), model.config.max_seq_len
     share, n_shares = eval_share(model)
-    limits = generation_limits(tokenizer, stage == "chat")
+    # a chat template without an end of answers only matters where answers are generated
+    limits = {} if examples[0]["choices"] else generation_limits(tokenizer, stage == "chat")
     rows = rows_to_score(examples, max_seq_len)
     # Longest first, so that there is little padding, and memory runs out early or never. The ranks share batches and
     # not rows, so that any number of ranks sees the same batches and gets the same scores, to the bit.

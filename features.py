@@ -26,8 +26,7 @@ def change_model(model, loader, max_iters, config, dtype, options, checkpoint, r
     if config.get("teacher"):
         from extras.distill import Distillation
         state["teacher"] = distillation = Distillation(
-            model, loader, max_iters, config.get("chat_dir") or config["data_dir"], config, dtype, options,
-            checkpoint if resuming else None)
+            model, loader, max_iters, config, dtype, options, checkpoint if resuming else None)
         metrics.append(distillation.metrics)
     if options and loader.device.type == "cpu":
         try:

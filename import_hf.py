@@ -164,9 +164,10 @@ def read_weights(folder, config, dtype):
     to_ours = zip(LLAMA_NAMES.values(), LLAMA_NAMES)
     model.load_state_dict(convert_weights(hf_model.state_dict(), config, to_ours), assign=True)
     compare_logits(hf_model, model.eval(), 64)
-    narrow = {name: weights.to(dtype) for name, weights in model.state_dict().items()}
-    exact = all(torch.equal(weights.float(), model.state_dict()[name]) for name, weights in narrow.items())
-    return narrow if exact else model.state_dict()
+    weights = model.state_dict()
+    narrow = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    exact = all(torch.equal(tensor.float(), weights[name]) for name, tensor in narrow.items())
+    return narrow if exact else weights
 
 
 def load_hf(path):

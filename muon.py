@@ -30,7 +30,7 @@ def newton_schulz(matrices):
 
 def muon_updates(matrices, skip):
     """
-    Orthogonalizes `matrices` (n, rows, cols), then gives all rows of a matrix, the weights of one neuron each, the same
+    Orthogonalizes `matrices` (n, rows, cols), then gives all rows of a matrix, each the weights of a neuron, the same
     norm, without changing that of the matrix. Returns float32 updates; zeros if skip, a scalar bool tensor.
 
     So all neurons move equally far, as with NorMuon (Li et al. 2025), but without its mean over the steps.

@@ -2,11 +2,11 @@
 Trains a list of settings over several seeds and prints a table: the mean of each metric and its standard deviation.
 
     python extras/compare.py --runs='--muon_lr=0.02;--muon_lr=0.04' --seeds=3 --args=config/quickstart.py
-    python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out/ckpt.pt'
+    python extras/compare.py --runs=';--lora_rank=16' --script=chat_sft.py --args='--init_from=auto:out-chat'
 
 Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
 interruption, the same command resumes the unfinished run and repeats none of the finished ones, unless the code has
-changed. Runs start with --init_from=auto, so that they can be resumed. If flags give a model, write auto:PATH.
+changed. Runs start with --init_from=auto, so that they can be resumed; give a model as --init_from=auto:PATH.
 """
 import json
 import math
@@ -53,7 +53,7 @@ def train(flags, seed):
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})
     recipe = [words, configs, [path.read_text(encoding="utf-8") for path in code]]
     # with other --args, or if the code has changed, a run gets another folder
-    name = f"{flags[:150]}_seed={seed}_{zlib.crc32(json.dumps(recipe).encode()):08x}"
+    name = f"{flags[:150]}_seed={seed}_{zlib.crc32(json.dumps(recipe, default=str).encode()):08x}"
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))
     path, result, evaluated = folder / "result.json", {}, None
     if path.exists():

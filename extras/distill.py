@@ -88,10 +88,10 @@ class Distillation(nn.Module):
     run have been labelled.
     """
 
-    def __init__(self, model, loader, max_iters, cache_dir, config, dtype, options, checkpoint):
+    def __init__(self, model, loader, max_iters, config, dtype, options, checkpoint):
         """
-        Call it before the model is wrapped. cache_dir: where the cache is kept; options: arguments of torch.compile,
-        or None; checkpoint: that of a resumed run, or None.
+        Call it before the model is wrapped. options: arguments of torch.compile, or None; checkpoint: a resumed run's,
+        or None.
         """
         super().__init__()
         data, k, self.learn_temperature = loader.dataset, config["teacher_cache"], config["learn_temperature"]
@@ -119,7 +119,8 @@ class Distillation(nn.Module):
             checksums = [recorded or zlib.crc32(shard) for recorded, shard in shards]
             key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k, dtype,
                                   model.config.vocab_size], {})
-            cache = TeacherCache(f"{cache_dir}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
+            folder = config.get("chat_dir") or config["data_dir"]
+            cache = TeacherCache(f"{folder}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
             cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
             loader.sources.append(cache)
         else:

@@ -50,7 +50,7 @@ class ShardedModel:
     def state_dict(self):
         adapters = len(self.names) < len(self.model.state_dict())  # then the frozen rest is not gathered
         weights = get_model_state_dict(self.model, options=StateDictOptions(**WHOLE, ignore_frozen_params=adapters))
-        return {name: weights[name] for name in self.names} if dist.get_rank() == 0 else {}
+        return {name: tensor for name, tensor in weights.items() if name in self.names}  # {} on the other ranks
 
     def load_state_dict(self, weights):
         missing = set(self.names) - weights.keys()  # torch would keep them as they are

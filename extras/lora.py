@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from checkpoint import fingerprint, load_base
-from configurator import fail
+from configurator import fail, one_line_errors
 from distributed import print0
 
 
@@ -88,7 +88,8 @@ class Lora:
         if config["optimizer"] != "adamw":
             fail(f"--optimizer={config['optimizer']}: adapters (--lora_rank) train with adamw")
         if resuming:
-            model.load_state_dict(load_base(checkpoint))  # the adapters follow when the run is restored
+            with one_line_errors(path):
+                model.load_state_dict(load_base(checkpoint))  # the adapters follow when the run is restored
         else:
             if "lora" in checkpoint:
                 fail(f"--init_from={path}: holds adapters itself; merge them with export_hf.py, and start from that")

@@ -66,6 +66,15 @@ def test_the_best_is_a_link_or_a_copy_with_its_own_val_loss(tmp_path, monkeypatc
     assert found == {"ckpt_prev.pt": [3, 3, 1.5, 1.7], "ckpt_best.pt": [1, 1, 1.5, 1.5]}
 
 
+def test_a_loss_that_is_lower_on_resume_is_that_of_the_best(tmp_path):
+    """As with other --eval_iters: ckpt_best.pt must not be a file with the loss before."""
+    checkpointer = new_checkpointer(saved(tmp_path, 3.0))
+    checkpointer.resume(load_checkpoint(tmp_path), 9)
+    checkpointer.save(0, 2.0)
+    for name in ("ckpt.pt", "ckpt_best.pt"):
+        assert [load(tmp_path, name)[key] for key in ("val_loss", "best_val_loss")] == [2.0, 2.0]
+
+
 def kill_after(calls):
     """From here on, the process is killed before or after one of the calls that touch the disk."""
     def die():
@@ -184,7 +193,7 @@ def test_a_resumed_run_that_validates_on_other_rows_says_so(tmp_path, capsys):
         checkpointer = new_checkpointer(tmp_path)
         checkpointer.facts["config"] = {"batch_size": batch_size, "eval_iters": eval_iters}
         checkpointer.resume({**load_checkpoint(tmp_path), "config": {"batch_size": 4, "eval_iters": 1}}, 9)
-        warning = "WARNING: validation reads 2 rows now and read 4 before"
+        warning = "WARNING: validation reads up to 2 rows now and read up to 4 before: if it has more than 2"
         assert (warning in capsys.readouterr().out) == said and checkpointer.facts["best_val_loss"] == 3.0
 
 
@@ -220,6 +229,9 @@ def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp
     assert str(path) in error_line(load_model, path, "cpu")
     assert str(path) in refused("train_gpt2.py", f"--data_dir={shards}", f"--init_from={path}", "--device=cpu",
                                 f"--out_dir={tmp_path}/o")
+    torch.save({**checkpoint, "model_args": {**checkpoint["model_args"], "intermediate_size": -1}}, path)
+    assert "intermediate_size=-1: expected an int of at least 0" in refused(
+        "chat_sft.py", f"--init_from={path}", "--device=cpu", f"--out_dir={tmp_path}/o")
 
 
 def test_what_a_loss_function_learned_is_left_out_but_on_resume(tmp_path):

@@ -51,7 +51,7 @@ def test_a_table_has_the_mean_of_each_setting_and_nothing_is_repeated(compare, t
 def test_a_config_file_says_what_the_runs_start_from(compare, tmp_path):
     for init_from, flag in (("auto:o/ckpt.pt", ""), ("o/ckpt.pt", "'--init_from=auto:o/ckpt.pt', "),
                             ("scratch", "'--init_from=auto', ")):
-        (tmp_path / "tune.py").write_text(f"init_from = {init_from!r}\n")
+        (tmp_path / "tune.py").write_text(f"from math import sqrt\ninit_from = {init_from!r}\n")
         output = compare(run, f"--args={tmp_path}/tune.py --y=2")
         assert output.count(f"fake.py', {flag}'{tmp_path}/tune.py', '--y=2'") == 2
 

@@ -114,11 +114,11 @@ def distill_into(shards, tmp_path):
     def new(dtype="float32", max_iters=2, checkpoint=None, max_seq_len=16, tokenizer="bytes", seed=0, data=shards,
             **settings):
         teacher, gpt = (new_gpt("gpt2", seed, n_layer=1, n_head=2, n_embd=width, max_seq_len=16) for width in (24, 16))
-        config = {"teacher": str(save_model(tmp_path, teacher, tokenizer)), "teacher_weight": 0.7,
-                  "teacher_temperature": 2.0, "learn_temperature": False, "teacher_cache": 0, "batch_size": 2,
-                  "gradient_accumulation_steps": 2, **settings}
+        config = {"teacher": str(save_model(tmp_path, teacher, tokenizer)), "data_dir": tmp_path,
+                  "teacher_weight": 0.7, "teacher_temperature": 2.0, "learn_temperature": False, "teacher_cache": 0,
+                  "batch_size": 2, "gradient_accumulation_steps": 2, **settings}
         loader = BatchLoader(TokenDataset(data, "train", max_seq_len), 2, 1337, 0, 1, torch.device("cpu"))
-        return gpt, loader, teacher, Distillation(gpt, loader, max_iters, tmp_path, config, dtype, None, checkpoint)
+        return gpt, loader, teacher, Distillation(gpt, loader, max_iters, config, dtype, None, checkpoint)
     return new
 
 

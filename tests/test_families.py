@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import check_tokenizer, load_checkpoint, load_model
-from conftest import (ROOT, check_error, check_resumed, error_line, extra_flags, jsonl, patched, read_log, refused,
-                      run, turns)
+from conftest import (ROOT, check_error, check_resumed, error_line, extra_flags, hellaswag, jsonl, patched, read_log,
+                      refused, run, turns, write_lines)
 from dataloader import TokenDataset
+from evaluate import load_examples, score
 from export_hf import export
 from families import FAMILIES, write_family
 from hf_tokenizer import HFTokenizer, read_files
@@ -310,6 +311,16 @@ def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qw
     check_error("data: a text begins with the token .* the model full with", check_tokenizer, "data", tokenizer, full)
 
 
+def test_threads_share_a_tokenizer(qwen3, tmp_path):
+    write_lines(tmp_path / "text.jsonl", [{"text": f"{i} is a number, {i * i} its square. " * (i % 50)}
+                                          for i in range(700)])
+    for n in (1, 3):
+        run("prepare_data.py", f"--files={tmp_path}/text.jsonl", f"--tokenizer={qwen3}", f"--data_dir={tmp_path}/{n}",
+            "--val_tokens=500", f"--num_threads={n}")
+    one, three = ((tmp_path / str(n) / "train_000000.bin").read_bytes() for n in (1, 3))
+    assert one == three and len(one) > 10 ** 5
+
+
 # -----------------------------------------------------------------------------
 # vocabularies of more than 65,536 ids
 
@@ -410,6 +421,14 @@ def changed_template(folder, old, new):
     files = read_files(folder)
     assert old in files["chat_template.jinja"]
     return HFTokenizer({**files, "chat_template.jinja": files["chat_template.jinja"].replace(old, new)})
+
+
+def test_texts_are_scored_whatever_the_template_does_to_answers(qwen3, tmp_path):
+    template = (qwen3 / "chat_template.jinja").read_text()
+    dated = HFTokenizer({**read_files(qwen3), "chat_template.jinja": template + "{{ strftime_now('%Y') }}"})
+    hellaswag(tmp_path, 3)
+    examples = load_examples("hellaswag", dated, "chat", tmp_path)
+    assert score(load_model(qwen3, "cpu")[0], dated, "chat", examples)["n"] == 3
 
 
 def test_a_template_that_would_train_on_questions_is_refused(qwen3):

@@ -236,7 +236,9 @@ def test_a_base_that_is_moved_gone_or_another_one(folder, tuned, tmp_path, monke
 def tuning(folder, seed):
     """A base model in folder/base, and the Checkpointer of a LoRA run on it in folder/tuned."""
     gpt = new_gpt("llama", seed, n_layer=1)
-    write_checkpoint(folder / "base", load_checkpoint(save_model(folder / "scratch", gpt, stage="base")))
+    base = load_checkpoint(save_model(folder / "scratch", gpt, stage="base"))
+    base["model"]["loss_fn.proj.weight"] = torch.ones(1)  # what its loss function learned
+    write_checkpoint(folder / "base", base)
     config = {"optimizer": "adamw", "lora_rank": 2, "lora_alpha": 4.0, "lora_targets": "all", "lora_dropout": 0.25,
               "seed": 1, "out_dir": str(folder / "tuned")}
     lora = Lora(gpt, config, "float32", load_checkpoint(folder / "base"), resuming=False)
@@ -284,6 +286,11 @@ def test_a_base_that_changes_before_the_first_save_ends_the_run_and_an_overwritt
     third = tuning(tmp_path, 2)
     write_checkpoint(tmp_path / "base", load_checkpoint(save_model(tmp_path / "other", new_gpt("llama", 3))))
     assert "their base is expected in ckpt_base.pt beside it" in error_line(third.save, 0)
+
+
+def test_a_damaged_entry_ends_a_resumed_run_in_one_line(tmp_path):
+    gpt, checkpoint = new_gpt("llama"), {"path": "tuned", "lora": {}}
+    assert "error: tuned: KeyError" in error_line(Lora, gpt, {"optimizer": "adamw"}, "float32", checkpoint, True)
 
 
 def test_without_room_for_a_copy_of_the_base_the_adapters_are_saved(tmp_path, monkeypatch, capsys):
