@@ -5,12 +5,15 @@ template of its model. Checkpoints and folders of shards keep its files.
 import functools
 import hashlib
 import json
+import os
 import re
 from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import tokenizers  # transformers requires it
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare_data.py has threads of its own
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
          "generation_config.json")
@@ -88,8 +91,9 @@ class HFTokenizer:
 
     def encode_with_offsets(self, text, special_as_text):
         """The ids of a text, with their offsets. special_as_text: text that spells a special token stays text."""
-        self.bpe.encode_special_tokens = special_as_text
-        return self.bpe.encode(text, add_special_tokens=False)
+        if self.bpe.encode_special_tokens != special_as_text:  # it cannot be set while another thread encodes
+            self.bpe.encode_special_tokens = special_as_text
+        return self.bpe.encode_batch([text], add_special_tokens=False)[0]  # encode would keep the GIL
 
     def encode_ordinary(self, text):
         """The ids of a text, as a list. Text that spells a special token stays text."""
