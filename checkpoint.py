@@ -142,6 +142,7 @@ def plain_weights(checkpoint):
 
 
 def drop_loss_weights(weights):
+    """A state dict without the weights of a loss function."""
     return {name: tensor for name, tensor in weights.items() if not name.startswith("loss_fn.")}
 
 
