@@ -424,8 +424,9 @@ def changed_template(folder, old, new):
 
 
 def test_texts_are_scored_whatever_the_template_does_to_answers(qwen3, tmp_path):
-    template = (qwen3 / "chat_template.jinja").read_text()
-    dated = HFTokenizer({**read_files(qwen3), "chat_template.jinja": template + "{{ strftime_now('%Y') }}"})
+    dated = changed_template(qwen3, "{%- set ns", "{{- strftime_now('%Y') }}{%- set ns")
+    with pytest.raises(ValueError, match="writes today's date"):
+        dated.end_token
     hellaswag(tmp_path, 3)
     examples = load_examples("hellaswag", dated, "chat", tmp_path)
     assert score(load_model(qwen3, "cpu")[0], dated, "chat", examples)["n"] == 3
