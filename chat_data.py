@@ -29,7 +29,7 @@ from model import IGNORE
 from prepare_data import is_json_list
 from tokenizer import CHAT_TOKENS, sanitize, token_dtype
 
-VERSION = 5  # increment when tokenize_source's output changes: all sources are tokenized again
+VERSION = 6  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=get_rank() > 0)  # shown after 2 seconds
 
 
@@ -42,23 +42,28 @@ def parse_mixture(text):
     for part in text.split(","):
         source, weight = re.fullmatch(r"(?s)(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
         if not source:
-            fail(f"--data or --val_data: {text!r}: '' is no source; expected .json or .jsonl files, or hub data sets, "
-                 f"separated by commas")
+            fail(f"--data or --val_data: {text!r}: '' is no source; expected .json, .jsonl or .parquet files, or "
+                 f"hub data sets, separated by commas")
         sources[source] += float(weight)
     return sources
 
 
 def split_hub_name(source):
-    """owner/name/config on the hub -> ["owner/name", "config"]; without a config ["owner/name"]."""
-    return source.rsplit("/", source.count("/") - 1)
+    """owner/name/config@split on the hub -> (["owner/name", "config"], "split"); owner/name -> ([...], "train")."""
+    name, _, split = source.partition("@")
+    return name.rsplit("/", name.count("/") - 1), split or "train"
 
 
 def read_rows(source):
     """
     Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one
-    JSON list of objects; or a data set on the Hugging Face hub, as owner/name or owner/name/config (its split train).
+    JSON list of objects; a .parquet file; or a data set on the Hugging Face hub (see split_hub_name).
     """
-    if os.path.exists(source):
+    if source.endswith(".parquet"):
+        import pyarrow.parquet
+        batches = pyarrow.parquet.ParquetFile(source).iter_batches()
+        rows = (row for batch in batches for row in batch.to_pylist())
+    elif os.path.exists(source):
         with open(source, "rb") as file:
             if not is_json_list(file):
                 yield from ((f"{source}, line {i}", line) for i, line in enumerate(file, 1) if line.strip())
@@ -68,7 +73,8 @@ def read_rows(source):
         raise ValueError("there is no such file")
     else:
         import datasets
-        rows = datasets.load_dataset(*split_hub_name(source), split="train")
+        names, split = split_hub_name(source)
+        rows = datasets.load_dataset(*names, split=split)
     yield from ((f"{source}, row {i}", row) for i, row in enumerate(rows))
 
 
@@ -79,17 +85,18 @@ def to_messages(row):
     """
     if isinstance(row, bytes):
         row = json.loads(row)
-    if "messages" in row:
-        messages = row["messages"]
-    elif "conversations" in row:  # ShareGPT
+    if "conversations" in row and not row.get("messages"):  # ShareGPT, or our format by another name
         roles = {"human": "user", "gpt": "assistant"}
-        messages = [{**{key: turn[key] for key in turn.keys() - {"from", "value"}},  # weight, ...
+        messages = [turn if "role" in turn else
+                    {**{key: turn[key] for key in turn.keys() - {"from", "value"}},  # weight, ...
                      "role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
-                    for turn in row["conversations"]]
+                    for turn in row["conversations"] or []]
+    elif "messages" in row:
+        messages = row["messages"]
     else:  # Alpaca
         question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-    if row.get("tools") or row.get("history"):
+    if (row.get("tools") or "[]") != "[]" or row.get("history"):
         raise ValueError("it has tools or a history beside its messages")
     system = row.get("system") or row.get("system_prompt")
     return [{"role": "system", "content": system}, *messages] if system else messages
@@ -103,9 +110,20 @@ def text_start(dtype):
     return np.iinfo(dtype).max - 1
 
 
-def validate_conversation(messages):
-    """Returns the messages without an empty system message. Raises ValueError if they cannot be trained on."""
+def text_of(content):
+    """A message's content as a string; a list of parts {"type": "text", "text": str} is joined."""
+    if isinstance(content, list) and {part["type"] for part in content} == {"text"}:
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def validate_conversation(messages, keep_empty_system):
+    """
+    Returns the messages, the system message only if it has text or keep_empty_system is True. Raises ValueError if
+    they cannot be trained on.
+    """
     try:
+        messages = [{**message, "content": text_of(message["content"])} for message in messages]
         is_empty = [not message["content"].strip() for message in messages]
         roles = " ".join(message["role"] for message in messages)
     except Exception:
@@ -115,13 +133,12 @@ def validate_conversation(messages):
     if any(message.get(name) for message in messages for name in ("reasoning_content", "reasoning", "thinking")):
         raise ValueError("its thoughts are in reasoning_content, reasoning or thinking; put them into content, as "
                          "<think>...</think>")
-    if any(message.get("tool_calls") or message.get("function_call") or message.get("weight") not in (None, 1)
-           for message in messages):
-        raise ValueError("it has tool_calls, or a weight other than 1")
-    begin = int(is_empty[0] and roles.startswith("system"))
-    if any(is_empty[begin:]):
+    if any(message.get("tool_calls") or message.get("function_call")
+           or any(message.get(name) not in (None, 1) for name in ("weight", "train", "loss")) for message in messages):
+        raise ValueError("it has tool_calls, or a weight other than 1 (also called train or loss)")
+    if any(is_empty[roles.startswith("system"):]):
         raise ValueError("a message is empty")
-    return messages[begin:]
+    return messages[1:] if is_empty[0] and not keep_empty_system else messages
 
 
 def tokenize_conversation(tokenizer, messages, max_seq_len):
@@ -130,7 +147,8 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     They are truncated after an answer: one cut off in mid-sentence would teach the model never to stop. Raises
     ValueError, with the reason, for a conversation that cannot be trained on.
     """
-    messages = validate_conversation(messages)
+    # without a system message many templates write one, which an empty one prevents
+    messages = validate_conversation(messages, keep_empty_system=bool(tokenizer.chat_template))
     asked = messages[-1]["role"] == "user"  # and not answered
     ids, trained = map(np.array, render_chat(tokenizer, messages[:len(messages) - asked]))
     dtype = token_dtype(tokenizer)
@@ -175,7 +193,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     tokenizes them, and the others wait for it; later runs find them in chat_dir. Counts what is truncated or skipped
     in `notes`: {reason: [count, where the first one is]}.
     """
-    if source.endswith((".json", ".jsonl")) and not os.path.exists(source):
+    if source.endswith((".json", ".jsonl", ".parquet")) and not os.path.exists(source):
         fail(f"--data or --val_data: {source}: there is no such file")
     try:
         import datasets  # takes a second
@@ -187,7 +205,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         else:
             with suppress(Exception):
-                digest = huggingface_hub.dataset_info(split_hub_name(source)[0], timeout=10).sha
+                digest = huggingface_hub.dataset_info(split_hub_name(source)[0][0], timeout=10).sha
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
             source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len,
             version=(VERSION, CHAT_TOKENS))).data
@@ -207,8 +225,8 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     except Exception as error:
         cause = error.__cause__  # set if it failed while this process was tokenizing
         fail(f"--data or --val_data: {source!r}, cached in --chat_dir={chat_dir}: {format_error(cause or error)}; "
-             f"expected .json or .jsonl files, or hub data sets as owner/name or owner/name/config, each as SOURCE or "
-             f"SOURCE:WEIGHT, WEIGHT passes per epoch; if {chat_dir}/generator is damaged, remove it: it will be "
+             f"expected .json, .jsonl or .parquet files, or hub data sets as owner/name or owner/name/config@split, each "
+             f"as SOURCE or SOURCE:WEIGHT, WEIGHT passes per epoch; if {chat_dir}/generator is damaged, remove it: it will be "
              f"rebuilt", alone=bool(cause))
 
 
@@ -341,6 +359,8 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             kept = [pair for digest, pair in loaded[i] if digest not in held_out]
             val += [pair for digest, pair in loaded[i] if digest in held_out]
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
+            if not loaded[i]:
+                fail(f"--data or --val_data: {source}: none of its conversations can be used:{list_notes(notes)}")
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
                      f"is left, with {len(held_out)} of the mixture held out for validation; raise its weight, give "

@@ -176,7 +176,7 @@ def hub_sources(training):
     with suppress(Exception):  # a card without them is better than no export: the shards may be gone
         data = parse_mixture(training["data"]) if "data" in training else [
             json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
-    data = [split_hub_name(name)[0] for name in data]  # without /config
+    data = [split_hub_name(name)[0][0] for name in data]  # without /config@split
     return [[name for name in map(hub_name, names) if name] for names in ([base], data)]
 
 

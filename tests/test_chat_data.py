@@ -101,6 +101,15 @@ def test_faults_of_conversations_are_named(fault, conversations):
             tokenize_conversation(BYTES, messages, 6)
 
 
+def test_a_list_of_text_parts_is_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    joined, apart = (tokenize_conversation(BYTES, turns("q", content), 16)[0] for content in ("ab", parts))
+    assert joined.tolist() == apart.tolist()
+    for part in {"type": "image", "url": "c"}, {"type": "thinking", "text": "c"}, {"text": "c"}, {"type": "text"}:
+        with pytest.raises(ValueError, match="messages is not a list of"):
+            tokenize_conversation(BYTES, turns("q", [*parts, part]), 16)
+
+
 @pytest.mark.slow
 def test_conversations_from_pythons_documentation_can_be_trained_on():
     conversations = [conversation["messages"] for conversation in python_conversations()]
@@ -351,23 +360,27 @@ FORMATS = [  # a row, and its messages
     ({"instruction": "q", "input": "", "output": "r"}, turns("q", "r")),
     ({"instruction": "q", "output": None}, turns("q", None)),
     ({**sharegpt(("human", "q"), ("gpt", "r")), "system": "s"}, turns("q", "r", system="s")),
-    ({"instruction": "q", "output": "r", "system_prompt": "s", "history": []}, turns("q", "r", system="s"))]
+    ({"instruction": "q", "output": "r", "system_prompt": "s", "history": []}, turns("q", "r", system="s")),
+    ({"messages": None, "conversations": turns("q", "r"), "tools": "[]"}, turns("q", "r"))]
 
 
-def test_other_formats_are_read_from_lines_a_list_and_the_hub(tmp_path, monkeypatch):
+def test_other_formats_are_read_from_lines_a_list_parquet_and_the_hub(tmp_path, monkeypatch):
     rows = [row for row, _ in FORMATS]
     assert [to_messages(row) for row in rows] == [messages for _, messages in FORMATS]
     monkeypatch.chdir(tmp_path)
     Path("lines.json").write_text("\n".join(map(json.dumps, rows)))
     Path("list.json").write_text("\ufeff\n" + json.dumps(rows), encoding="utf-8")
-    hub = {("owner/name", "config"): rows}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: hub[name] if split == "train" else None)
-    for source, where in ("lines.json", "line 3"), ("list.json", "row 2"), ("owner/name/config", "row 2"):
+    hub = {("owner/name", "config", "train"): rows, ("owner/name", "train_sft"): rows}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: hub[*name, split])
+    for source, where in [("lines.json", "line 3"), ("list.json", "row 2"), ("owner/name/config", "row 2"),
+                          ("owner/name@train_sft", "row 2")]:
         train, _, text = build("rows", source, source)
-        assert len(conversations_of(train.rows)[0]) == 6
+        assert len(conversations_of(train.rows)[0]) == 7
         assert text.splitlines()[1:] == [
             f"  4 skipped: messages is not a list of {{role, content}}, both strings (the first: {source}, {where})",
             "WARNING: 3 of the conversations for validation are trained on, too"]
+    datasets.Dataset.from_list([{"messages": turns("q", "r")}] * 3).to_parquet("a.parquet")
+    assert "data: a.parquet, 3 conversations in" in build("rows", "a.parquet", "a.parquet")[2]
 
 
 def test_what_another_format_has_beside_its_turns_is_not_dropped():
@@ -376,6 +389,9 @@ def test_what_another_format_has_beside_its_turns_is_not_dropped():
     row["conversations"][1]["weight"] = 0
     with pytest.raises(ValueError, match="a weight other than 1"):
         tokenize_conversation(BYTES, to_messages(row), 16)
+    for name in "train", "loss":
+        with pytest.raises(ValueError, match="a weight other than 1"):
+            tokenize_conversation(BYTES, [*turns("q"), {"role": "assistant", "content": "r", name: False}], 16)
     for row in ({"messages": turns("q", "r"), "tools": [{"name": "f"}]},
                 {"instruction": "q", "output": "r", "history": [["a", "b"]]}):
         with pytest.raises(ValueError, match="it has tools or a history beside its messages"):
@@ -393,7 +409,7 @@ def test_a_hub_data_set_is_read_again_once_it_has_changed(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("line, words", [
     ('{"messages": [', "JSONDecodeError"), ("[1]", "TypeError"), ('{"message": []}', "KeyError"), ("7", "TypeError"),
-    ('{"conversations": [{"role": "user"}]}', "KeyError: 'from'"), ("\udcff", "UnicodeDecodeError"),
+    ('{"conversations": [{"user": "q"}]}', "KeyError: 'from'"), ("\udcff", "UnicodeDecodeError"),
     ("[" * 100_000, "RecursionError"),
 ], ids=["broken", "list", "missing_key", "number", "faulty_turn", "not_utf8", "deep"])
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
@@ -413,7 +429,7 @@ def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     assert "40 conversations in" in text and "  4 skipped: a message is empty (the first:" in text
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
-    words = r"b.jsonl:1: none of its 0.*--val_data\. \d skipped: a message is empty.*its roles are not"
+    words = r"b.jsonl: none of its conversations can be used: \d skipped: a message is empty.*its roles are not"
     check_error(words, build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken
@@ -430,7 +446,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         (chats, "nowhere.jsonl", "--val_data.*nowhere.jsonl.*no such file"),
         (tmp_path, None, f"{tmp_path}.*IsADirectoryError"),
         ("/nowhere/deep/typo.json", None, "typo.json.*no such file"), ("/nowhere/chats", None, "chats.*no such file"),
-        (empty, None, "empty.jsonl.*none of its 0 usable conversations"),
+        (empty, None, "empty.jsonl: none of its conversations can be used"),
         (f"{chats},{one}:0.01", chats, "--data.*one.jsonl:0.01.*none of its 1 usable.*raise its weight"),
         (chats, f"{one}:0.01", "--val_data.*one.jsonl:0.01"),
         (one, None, "--data.*one.jsonl.*none of its 1 usable.*--val_data"),  # it is held out
