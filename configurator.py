@@ -74,12 +74,12 @@ def format_error(error):
 
 
 @contextmanager
-def one_line_errors(where="", advice="", errors=Exception):
+def one_line_errors(where="", advice="", errors=Exception, alone=False):
     """Turn an exception in the block into fail(): where it happened (a file, a flag), what it was, what to do."""
     try:
         yield
     except errors as error:
-        fail(f"{where}: {format_error(error)}".removeprefix(": ") + (f"; {advice}" if advice else ""))
+        fail(f"{where}: {format_error(error)}".removeprefix(": ") + (f"; {advice}" if advice else ""), alone)
 
 
 def excepthook(kind, error, tb):

@@ -59,6 +59,7 @@ def init_process(device):
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=get_rank(), world_size=get_world_size(),
                                 timeout=timedelta(hours=1),  # rank 0 may write a large checkpoint to a slow disk
                                 device_id=device if cuda else None)
+        sys.excepthook = excepthook  # torch wraps it, and drops what a hook prints before it exits
     return device
 
 
@@ -68,7 +69,8 @@ def excepthook(kind, error, tb):
         reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps and "
              f"--eval_iters by the same factor, to train the same model), or take a smaller model", alone=True)
-    elif dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer")):
+    elif (dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer"))
+          and "unhandled" not in str(error)):  # NCCL's word for a fault on this machine, as a full /dev/shm
         print(f"error: another rank is gone or unreachable ({format_error(error)}); start all of them again "
               f"with --init_from=auto", file=sys.stderr)
     else:

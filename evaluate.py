@@ -154,7 +154,7 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
     """
     with one_line_errors(f"task {task!r}, --task_dir={task_dir}",
                          f"the tasks are {', '.join(TASKS)}; expected TASK/test.jsonl or TASK/validation.jsonl in the "
-                         f"folder, or None: from the hub"):
+                         f"folder, or None: from the hub", alone=not task_dir):  # the hub may refuse one rank
         if task_dir:
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():

@@ -182,7 +182,7 @@ def load_hf(path):
     print0(f"loading {path} with transformers ...")
     with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
                          f"a Hugging Face folder, or, with a network, owner/name on the hub, or one of "
-                         f"{', '.join(GPT2_MODELS)}"):
+                         f"{', '.join(GPT2_MODELS)}", alone=bool(name)):  # the hub may refuse one rank
         if name:
             try:  # this needs no network for what it has fetched before
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))

@@ -4,7 +4,7 @@ Rolls a run back to its last checkpoint when the loss or the gradient norm spike
 """
 from checkpoint import load_checkpoint
 from configurator import fail
-from distributed import barrier, get_rank, print0
+from distributed import check_ranks_agree, get_rank, print0
 
 MAX_ROLLBACKS = 5  # exit at this many spikes in a row without getting past the step that spiked
 
@@ -56,7 +56,7 @@ class SpikeGuard:
         averages = checkpoint.get("health", {})  # restored, too: the loss of the old weights may be far higher
         self.stats |= {name: averages.get(name, 0) for name in ("loss", "norm", "steps")}
         log.forget_losses()
-        barrier()  # every rank has read the checkpoint before rank 0 replaces it
+        check_ranks_agree({"step": restored})  # and have all read the checkpoint before rank 0 replaces it
         print0(f"WARNING: step {iter_num}: {self.spike}: rolled back to step {restored}; the data moves on")
         self.stats["calm_until"] = restored + 100
         self.rollbacks += 1

@@ -274,6 +274,13 @@ def test_from_two_ranks_to_one_and_back_the_rows_are_the_same(train, whole, tmp_
     assert load(whole)["rows_seen"] == load(tmp_path)["rows_seen"]
 
 
+def test_a_rank_that_runs_out_of_memory_says_so(tmp_path):
+    script = tmp_path / "a.py"
+    script.write_text("import torch\nfrom distributed import init_process\ninit_process('cpu')\n"
+                      "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')")
+    assert "error: out of memory (CUDA out of memory): lower --batch_size" in run(script, ranks=2, code=2)
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_ranks_where_they_were_and_saves_on_all_together(shards, tmp_path):
     """One rank is killed: the other exits, too, and torchrun starts both again. Then torchrun itself gets a signal."""
