@@ -30,6 +30,8 @@ from tokenizer import END_OF_TEXT, count_ids, get_tokenizer
 
 # fields that training alone reads, or that to_hf multiplies out
 NOT_IN_EXPORTS = ("dropout", "embed_norm", "attention", *MLA_SIZES)
+# settings of generate that transformers refuses to save without do_sample
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 # -----------------------------------------------------------------------------
 # weights
@@ -62,11 +64,14 @@ def build_hf_model(model, tokenizer, chat):
     """transformers' model with our weights. Exits with an error unless both compute the same logits."""
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
     eot = tokenizer.eot_token
+    own = json.loads((tokenizer.files or {}).get("generation_config.json", "{}"))
+    bos, pad = (own.get(name) if own.get(name) in range(config.vocab_size) else eot
+                for name in ("bos_token_id", "pad_token_id"))
     ends = [chat_tokens(tokenizer)["end"]] if chat else []
     ends = [*dict.fromkeys([*ends, *tokenizer.stop_ids])]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
-        hf_config = transformers.AutoConfig.for_model(**fields, bos_token_id=eot,
+        hf_config = transformers.AutoConfig.for_model(**fields, bos_token_id=bos,
                                                       eos_token_id=ends if len(ends) > 1 else ends[0])
         for name, value in vars(config_from_hf(hf_config)).items():  # logits of 1,024 tokens may not show a field
             if getattr(config, name) != value and name not in NOT_IN_EXPORTS:
@@ -74,15 +79,14 @@ def build_hf_model(model, tokenizer, chat):
         hf_model = transformers.AutoModelForCausalLM.from_config(hf_config)
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, 1024)
-    # not in the model's own config, where it would keep transformers from training this token's embedding
-    hf_model.generation_config.pad_token_id = eot
-    own = json.loads((tokenizer.files or {}).get("generation_config.json", "{}"))
-    if own.get("do_sample"):  # without it transformers refuses to save the others
-        hf_model.generation_config.update(**{name: own[name] for name in ("do_sample", "temperature", "top_k", "top_p")
-                                             if name in own})
-    # ids that the model was never trained to write
+    dropped = ("_", "transformers_version", *(() if own.get("do_sample") else SAMPLING))
+    own = {name: value for name, value in own.items() if not name.startswith(dropped)}
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
-    hf_model.generation_config.suppress_tokens = [*range(known, config.vocab_size)]
+    hf_model.generation_config.update(**{
+        **own, "bos_token_id": bos, "eos_token_id": hf_config.eos_token_id,
+        # not in the model's own config, where it would keep transformers from training this token's embedding
+        "pad_token_id": pad,
+        "suppress_tokens": [*range(known, config.vocab_size)]})  # the model was never trained to write these
     return hf_model
 
 

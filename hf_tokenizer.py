@@ -20,9 +20,17 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 
 
 def read_files(folder):
-    """{name: text} of a folder's tokenizer. Raises FileNotFoundError if there is no tokenizer.json."""
-    paths = [Path(folder, name) for name in FILES]
-    return {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}
+    """
+    {name: text} of a folder's tokenizer. Raises FileNotFoundError if there is no tokenizer.json. Ids that
+    generation_config.json lacks and config.json has are added to it, as transformers does.
+    """
+    paths, config = [Path(folder, name) for name in FILES], Path(folder, "config.json")
+    files = {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}
+    generation = json.loads(files.get("generation_config.json", "{}"))
+    fields = json.loads(config.read_bytes()) if config.exists() else {}
+    missing = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+               if fields.get(name) is not None and generation.get(name) is None}
+    return {**files, "generation_config.json": json.dumps({**generation, **missing}, indent=2)} if missing else files
 
 
 @functools.cache

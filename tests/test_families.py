@@ -582,9 +582,15 @@ def test_special_tokens_may_spell_sentencepieces_space(tmp_path):
     assert tokenizer.n_vocab - 1 not in tokenizer.encode_ordinary("a \u2581<PRE> b")
 
 
-def test_a_text_ends_where_generation_config_says(qwen3):
-    """Llama 3.1 has three ends."""
+def test_a_text_ends_where_generation_config_says(qwen3, tmp_path):
+    """Llama 3.1 has three ends. Without that file config.json names them."""
     files = read_files(qwen3)
+    folder = shutil.copytree(qwen3, tmp_path / "model")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    fields = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**fields, "eos_token_id": [3, 5], "pad_token_id": None}))
+    assert {3, 5} <= HFTokenizer(read_files(folder)).stop_ids
+    assert json.loads(read_files(folder)["generation_config.json"])["eos_token_id"] == [3, 5]
     special = HFTokenizer(files).special
     files["generation_config.json"] = json.dumps({"eos_token_id": [*special, 10 ** 6]})
     tokenizer = HFTokenizer(files)
@@ -595,11 +601,13 @@ def test_a_text_ends_where_generation_config_says(qwen3):
 def test_an_export_keeps_how_the_model_samples(qwen3, tmp_path, sampling):
     """Llama 2 came with a temperature but without do_sample, which transformers does not save."""
     shutil.copytree(qwen3, tmp_path / "model")
-    (tmp_path / "model/generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, **sampling}))
+    kept = {"repetition_penalty": 1.1, "bos_token_id": 3, "pad_token_id": 5}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(
+        {"temperature": 0.9, "top_p": 0.6, **kept, **sampling}))
     export(f"{tmp_path}/model", f"{tmp_path}/hf", "float32", 10 ** 9, False)
     exported = json.loads((tmp_path / "hf/generation_config.json").read_text())
-    names = ("do_sample", "temperature", "top_k", "top_p")
-    assert {name: exported[name] for name in names if name in exported} == sampling
+    names = ("do_sample", "temperature", "top_k", "top_p", *kept)
+    assert {name: exported[name] for name in names if name in exported} == {**sampling, **kept}
 
 
 def test_what_a_template_rewrites_is_skipped_and_said(qwen3, tmp_path):
