@@ -127,7 +127,7 @@ def digest_weights(facts, state_dict, rows=None):
 def check_tokenizer(where, tokenizer, checkpoint):
     """Exit with an error if the checkpoint's model has another tokenizer. `where` says where this one is from."""
     expected, vocab_size = get_tokenizer(checkpoint["tokenizer"]), checkpoint["model_args"]["vocab_size"]
-    if tokenizer.name != expected.name or tokenizer.n_vocab > vocab_size:
+    if tokenizer.digest != expected.digest or tokenizer.n_vocab > vocab_size:
         fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected.name} tokens, "
              f"{vocab_size} ids")
     if tokenizer.eot_token != expected.eot_token:

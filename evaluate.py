@@ -225,8 +225,8 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     number generated; acc_norm (not for letters or GSM8K): the same with each log-likelihood divided by the number of
     characters of its choice, as in the harness, because longer texts are less likely; acc_stderr, acc_norm_stderr:
     their standard errors; chance: the acc of guessing a choice, or the commonest number; n: the number of examples;
-    truncated: how many were longer than max_seq_len and lost their beginning; examples: what the model answered and
-    what is correct, for each.
+    truncated: how many were longer than max_seq_len and lost their beginning, or had their answer cut off by
+    max_new_tokens; examples: what the model answered and what is correct, for each.
 
     model: in eval mode and not compiled, because shapes vary. The caller sets autocast. All ranks must call this: they
     share the batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
@@ -261,7 +261,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
 
     chance, truncated, answers = 0, 0, []
     for i, example in enumerate(examples):
-        choices = example["choices"]
+        choices, cut_off = example["choices"], False
         if choices:
             scores = [results[i, j] for j in range(len(choices))]
             answer = {"scores": scores, "predicted": int(np.argmax(scores))}
@@ -271,12 +271,13 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
         else:
             ids = [token for token in results[i] if token is not None]
             text = decode_chat(tokenizer, [token for token in ids if token not in limits["stop_ids"]])
-            if stage == "base":
-                text = text.partition("Question:")[0]  # a base model goes on to invent the next question
+            cut_off = ids[-1] not in limits["stop_ids"]
+            if stage == "base" and "Question:" in text:
+                text, cut_off = text.partition("Question:")[0], False  # it goes on to invent the next question
             answer = {"text": text, "predicted": final_number(text)}
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
         longest = max(map(len, choices or [ids]))
-        truncated += len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
+        truncated += cut_off or len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
     chance = chance or max(Counter(example["gold"] for example in examples).values())
 
     result = {}

@@ -97,6 +97,14 @@ class HFTokenizer:
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
 
+    @functools.cached_property
+    def digest(self):
+        """Identifies the ids of plain text, however tokenizer.json spells its settings, unlike name."""
+        content = json.loads(self.bpe.to_str())
+        model = {key: value or None for key, value in content["model"].items()}  # a prefix may be "" or null
+        content = json.dumps([content["normalizer"], content["pre_tokenizer"], model], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
     def encode_with_offsets(self, text, special_as_text):
         """The ids of a text, with their offsets. special_as_text: text that spells a special token stays text."""
         if self.bpe.encode_special_tokens != special_as_text:  # it cannot be set while another thread encodes

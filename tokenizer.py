@@ -41,7 +41,7 @@ def get_tokenizer(name):
 
 def add_attributes(encoding):
     """Adds to a tiktoken.Encoding the attributes of an HFTokenizer that other files read. Returns it."""
-    encoding.files = encoding.chat_template = None
+    encoding.files, encoding.chat_template, encoding.digest = None, None, encoding.name
     encoding.special = encoding.stop_ids = {encoding.eot_token}
     encoding.can_grow = encoding.byte_level = True
     return encoding

@@ -302,6 +302,12 @@ def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qw
     tokenizer = HFTokenizer(read_files(tmp_path / "plain"))
     full = {"tokenizer": tokenizer.files, "model_args": {"vocab_size": tokenizer.n_vocab}, "path": "full"}
     check_tokenizer("data", tokenizer, full)
+    content = json.loads(tokenizer.files["tokenizer.json"])  # as another version of the library writes it
+    merges = [" ".join(pair) for pair in content["model"]["merges"]]
+    content["model"] |= {"merges": merges, "continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    other = HFTokenizer({"tokenizer.json": json.dumps(content)})
+    check_tokenizer("data", other, full)
+    assert other.name != tokenizer.name
     full["model_args"]["vocab_size"] -= 1
     assert f"{tokenizer.n_vocab - 1} ids" in error_line(check_tokenizer, "data", tokenizer, full)
     full["tokenizer"] = {  # the same ids for text, but texts begin with another token
