@@ -259,6 +259,8 @@ def convert_checkpoint(weights, gpt_config, **facts):
     Any other vocabulary is padded to a multiple of 128 in the same way.
     """
     padding = -gpt_config.vocab_size % 128
+    if padding:
+        print0(f"its vocabulary of {gpt_config.vocab_size} ids is padded to {gpt_config.vocab_size + padding}")
     for name in ("transformer.wte.weight", "lm_head.weight") if padding else ():
         rows = weights[name]
         weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))

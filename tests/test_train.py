@@ -240,6 +240,26 @@ def test_compiled_equals_eager_without_a_recompile(train, tmp_path, ranks, flags
     check_compiled(tmp_path)
 
 
+SMALL_BUCKETS = """
+from functools import partial
+import compiling, torch
+from torch._dynamo.backends.distributed import DDPOptimizer
+torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 8000
+def compile_fn(self, *args, original=DDPOptimizer.compile_fn):
+    compiled = original(self, *args)
+    print(len(self.buckets), "buckets")
+    return compiled
+DDPOptimizer.compile_fn, compiling.DDP = compile_fn, partial(compiling.DDP, bucket_cap_mb=0.02)
+"""
+
+
+def test_graphs_that_torch_splits_at_ddps_buckets_train_the_same_model(train, trained, tmp_path):
+    """As in GPT-2 124M on several GPUs. The other tests' models fit into one bucket."""
+    output = train(tmp_path / "o", "--compile=True", "--compile_backend=aot_eager", patch=SMALL_BUCKETS, ranks=2)
+    assert max(map(int, re.findall(r"(\d+) buckets", output))) > 2 and "recompiled" not in output
+    check_close(trained, tmp_path / "o", "train_loss", "val_loss", "grad_norm", abs=1e-4)
+
+
 @pytest.mark.slow
 def test_without_a_compiler_it_runs_uncompiled_with_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
