@@ -6,8 +6,8 @@ How fast is this machine? Times steps of train_gpt2.py, against a checkout of na
     python bench.py --flags='--arch=llama --attention=mla'       # any flags of train_gpt2.py
     python bench.py --profile=True                               # where does a step spend its time? trace.json
 
-It runs the scripts themselves, on random tokens. Each figure is the median over the rounds, and within a round over
-all steps but the first, which compiles.
+It runs the scripts themselves, on random tokens. Speeds are medians over the rounds, and within a round over all steps
+but the first. compile_s is the longest of all rounds.
 """
 import io
 import json
