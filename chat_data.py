@@ -49,7 +49,7 @@ def parse_mixture(text):
 
 
 def split_hub_name(source):
-    """owner/name/config@split on the hub -> (["owner/name", "config"], "split"); owner/name -> ([...], "train")."""
+    """owner/name/config@split on the hub -> ["owner/name", "config"], "split"; by default no config and "train"."""
     name, _, split = source.partition("@")
     return name.rsplit("/", name.count("/") - 1), split or "train"
 
@@ -225,9 +225,9 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     except Exception as error:
         cause = error.__cause__  # set if it failed while this process was tokenizing
         fail(f"--data or --val_data: {source!r}, cached in --chat_dir={chat_dir}: {format_error(cause or error)}; "
-             f"expected .json, .jsonl or .parquet files, or hub data sets as owner/name or owner/name/config@split, each "
-             f"as SOURCE or SOURCE:WEIGHT, WEIGHT passes per epoch; if {chat_dir}/generator is damaged, remove it: it will be "
-             f"rebuilt", alone=bool(cause))
+             f"expected .json, .jsonl or .parquet files, or hub data sets as owner/name or owner/name/config@split, "
+             f"each as SOURCE or SOURCE:WEIGHT, WEIGHT passes per epoch; if {chat_dir}/generator is damaged, "
+             f"remove it: it will be rebuilt", alone=bool(cause))
 
 
 # ---------------------------------------------------------------------------------------------------

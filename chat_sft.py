@@ -53,7 +53,7 @@ wandb_log: bool = False  # log to Weights & Biases
 wandb_project: str | None = None  # None: $WANDB_PROJECT, or forkgpt; the run is named $WANDB_NAME, or after out_dir
 tensorboard: bool = False  # log to out_dir/tensorboard
 # data
-data: str = "HuggingFaceTB/smoltalk/all"  # .jsonl files, hub data sets (owner/name/config); :3 repeats a source
+data: str = "HuggingFaceTB/smoltalk/all"  # files, hub data sets (owner/name/config@split); :3 repeats a source
 val_data: str | None = None  # sources for validation; None: hold out one in 50 conversations
 chat_dir: str = "data/chat"  # tokenized conversations are cached here
 pack: bool = True  # as many whole conversations per row as fit; False: one

@@ -166,7 +166,7 @@ if __name__ == "__main__":
     prompt: str = ""  # text to complete, or FILE:path to read it from; empty: the start of a document
     chat: bool = False  # chat in the terminal; with a prompt: answer it
     system: str = ""  # chat: the system message; empty: none
-    num_samples: Positive = 1  # one after the other
+    num_samples: Positive = 1  # generated one after the other
     max_new_tokens: Positive = 256  # length limit of each
     temperature: NonNegativeFloat = 0.8  # 0 = greedy
     top_k: NonNegative = 200  # sample from this many likeliest tokens; 0 = all

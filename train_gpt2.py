@@ -5,7 +5,7 @@ Pretrains a GPT on token shards. The defaults are GPT-2 124M on FineWeb-Edu.
     torchrun --nproc_per_node=8 train_gpt2.py --compile=True         # eight GPUs, the same model as on one
     python train_gpt2.py --init_from=resume --out_dir=out            # resume (bit-exact on a CPU)
 
-It reads in the order it runs: settings, setup, data, model, optimizer; then evaluate, forward, backward, step, log.
+Read it in the order it runs: settings, setup, data, model, optimizer; then evaluate, forward, backward, step, log.
 """
 import math
 import time
