@@ -49,9 +49,10 @@ def parse_mixture(text):
 
 
 def split_hub_name(source):
-    """owner/name/config@split on the hub -> ["owner/name", "config"], "split"; by default no config and "train"."""
-    name, _, split = source.partition("@")
-    return name.rsplit("/", name.count("/") - 1), split or "train"
+    """owner/name/config@split on the hub -> "owner/name", "config" or None, and "split", by default "train"."""
+    path, _, split = source.partition("@")
+    name, config = [*path.rsplit("/", path.count("/") - 1), None][:2]
+    return name, config, split or "train"
 
 
 def read_rows(source):
@@ -73,8 +74,8 @@ def read_rows(source):
         raise ValueError("there is no such file")
     else:
         import datasets
-        names, split = split_hub_name(source)
-        rows = datasets.load_dataset(*names, split=split)
+        name, config, split = split_hub_name(source)
+        rows = datasets.load_dataset(name, config, split=split)
     yield from ((f"{source}, row {i}", row) for i, row in enumerate(rows))
 
 
@@ -87,7 +88,7 @@ def to_messages(row):
         row = json.loads(row)
     if "conversations" in row and not row.get("messages"):  # ShareGPT, or our format by another name
         roles = {"human": "user", "gpt": "assistant"}
-        messages = [turn if "role" in turn else
+        messages = [turn if turn.get("role") else
                     {**{key: turn[key] for key in turn.keys() - {"from", "value"}},  # weight, ...
                      "role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
                     for turn in row["conversations"] or []]
@@ -133,8 +134,9 @@ def validate_conversation(messages, keep_empty_system):
     if any(message.get(name) for message in messages for name in ("reasoning_content", "reasoning", "thinking")):
         raise ValueError("its thoughts are in reasoning_content, reasoning or thinking; put them into content, as "
                          "<think>...</think>")
-    if any(message.get("tool_calls") or message.get("function_call")
-           or any(message.get(name) not in (None, 1) for name in ("weight", "train", "loss")) for message in messages):
+    if any(message.get("tool_calls") or message.get("function_call") or message.get("weight") not in (None, 1)
+           or message["role"] == "assistant" and any(message.get(name) not in (None, 1) for name in ("train", "loss"))
+           for message in messages):
         raise ValueError("it has tool_calls, or a weight other than 1 (also called train or loss)")
     if any(is_empty[roles.startswith("system"):]):
         raise ValueError("a message is empty")
@@ -147,7 +149,7 @@ def tokenize_conversation(tokenizer, messages, max_seq_len):
     They are truncated after an answer: one cut off in mid-sentence would teach the model never to stop. Raises
     ValueError, with the reason, for a conversation that cannot be trained on.
     """
-    # without a system message many templates write one, which an empty one prevents
+    # many templates write a default system message unless the conversation has one, even an empty one
     messages = validate_conversation(messages, keep_empty_system=bool(tokenizer.chat_template))
     asked = messages[-1]["role"] == "user"  # and not answered
     ids, trained = map(np.array, render_chat(tokenizer, messages[:len(messages) - asked]))
@@ -205,7 +207,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         else:
             with suppress(Exception):
-                digest = huggingface_hub.dataset_info(split_hub_name(source)[0][0], timeout=10).sha
+                digest = huggingface_hub.dataset_info(split_hub_name(source)[0], timeout=10).sha
         rows = datasets.Dataset.from_generator(tokenize_source, cache_dir=chat_dir, gen_kwargs=dict(
             source=source, digest=digest, tokenizer=tokenizer, max_seq_len=max_seq_len,
             version=(VERSION, CHAT_TOKENS))).data
@@ -356,11 +358,11 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
         held_out = set(digests[:0 if val_data else -(-len(digests) // 50)])
         used.append({*digests} - held_out)
         for i, (source, weight) in enumerate(weights.items()):
+            if not loaded[i]:
+                fail(f"--data or --val_data: {source}: it has no conversation that can be used.{list_notes(notes)}")
             kept = [pair for digest, pair in loaded[i] if digest not in held_out]
             val += [pair for digest, pair in loaded[i] if digest in held_out]
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
-            if not loaded[i]:
-                fail(f"--data or --val_data: {source}: none of its conversations can be used:{list_notes(notes)}")
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
                      f"is left, with {len(held_out)} of the mixture held out for validation; raise its weight, give "

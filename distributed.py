@@ -70,7 +70,7 @@ def excepthook(kind, error, tb):
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps and "
              f"--eval_iters by the same factor, to train the same model), or take a smaller model", alone=True)
     elif (dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer"))
-          and "unhandled" not in str(error)):  # NCCL's word for a fault on this machine, as a full /dev/shm
+          and "unhandled" not in str(error)):  # NCCL's word for a fault of this machine, mostly: a full /dev/shm, say
         print(f"error: another rank is gone or unreachable ({format_error(error)}); start all of them again "
               f"with --init_from=auto", file=sys.stderr)
     else:

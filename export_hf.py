@@ -30,7 +30,8 @@ from tokenizer import END_OF_TEXT, count_ids, get_tokenizer
 
 # fields that training alone reads, or that to_hf multiplies out
 NOT_IN_EXPORTS = ("dropout", "embed_norm", "attention", *MLA_SIZES)
-# settings of generate that transformers refuses to save without do_sample
+# settings of generate that an export keeps; transformers refuses to save those for sampling without do_sample
+KEPT = ("do_sample", "max_length", "max_new_tokens", "repetition_penalty", "no_repeat_ngram_size")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 # -----------------------------------------------------------------------------
@@ -79,14 +80,13 @@ def build_hf_model(model, tokenizer, chat):
         hf_model = transformers.AutoModelForCausalLM.from_config(hf_config)
         hf_model.load_state_dict(to_hf(model.state_dict(), config))
         compare_logits(hf_model.eval(), model, 1024)
-    dropped = ("_", "transformers_version", *(() if own.get("do_sample") else SAMPLING))
-    own = {name: value for name, value in own.items() if not name.startswith(dropped)}
+    kept = KEPT + (SAMPLING if own.get("do_sample") else ())
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
-    hf_model.generation_config.update(**{
-        **own, "bos_token_id": bos, "eos_token_id": hf_config.eos_token_id,
+    hf_model.generation_config.update(
+        **{name: own[name] for name in kept if name in own}, bos_token_id=bos, eos_token_id=hf_config.eos_token_id,
         # not in the model's own config, where it would keep transformers from training this token's embedding
-        "pad_token_id": pad,
-        "suppress_tokens": [*range(known, config.vocab_size)]})  # the model was never trained to write these
+        pad_token_id=pad,
+        suppress_tokens=[*range(known, config.vocab_size)])  # the model was never trained to write these
     return hf_model
 
 
@@ -180,7 +180,7 @@ def hub_sources(training):
     with suppress(Exception):  # a card without them is better than no export: the shards may be gone
         data = parse_mixture(training["data"]) if "data" in training else [
             json.loads(Path(training["data_dir"], "meta.json").read_bytes())["source"]["dataset"]]
-    data = [split_hub_name(name)[0][0] for name in data]  # without /config@split
+    data = [split_hub_name(name)[0] for name in data]  # without /config@split
     return [[name for name in map(hub_name, names) if name] for names in ([base], data)]
 
 

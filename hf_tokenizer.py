@@ -22,7 +22,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 def read_files(folder):
     """
     {name: text} of a folder's tokenizer. Raises FileNotFoundError if there is no tokenizer.json. Ids that
-    generation_config.json lacks and config.json has are added to it, as transformers does.
+    generation_config.json lacks are taken from config.json. (transformers does so only if the whole file is missing.)
     """
     paths, config = [Path(folder, name) for name in FILES], Path(folder, "config.json")
     files = {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}

@@ -245,7 +245,8 @@ def read_tokenizer(folder, vocab_size):
 def hub_name(path):
     """The name on the hub, owner/name, if a path does not exist and may be one (gpt2, ..., owner/name); else None."""
     name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not name.endswith((".pt", ".json", ".jsonl"))
+    is_file = name.endswith((".pt", ".json", ".jsonl", ".parquet"))
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not is_file
     return name if is_name and not Path(path).exists() else None
 
 
@@ -261,9 +262,9 @@ def convert_checkpoint(weights, gpt_config, **facts):
     padding = -gpt_config.vocab_size % 128
     if padding:
         print0(f"its vocabulary of {gpt_config.vocab_size} ids is padded to {gpt_config.vocab_size + padding}")
-    for name in ("transformer.wte.weight", "lm_head.weight") if padding else ():
-        rows = weights[name]
-        weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
+        for name in ("transformer.wte.weight", "lm_head.weight"):
+            rows = weights[name]
+            weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
     model_args = {**vars(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
     return {"model": weights, "model_args": model_args, "stage": "base", "iter_num": 0,
             "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}

@@ -361,7 +361,9 @@ FORMATS = [  # a row, and its messages
     ({"instruction": "q", "output": None}, turns("q", None)),
     ({**sharegpt(("human", "q"), ("gpt", "r")), "system": "s"}, turns("q", "r", system="s")),
     ({"instruction": "q", "output": "r", "system_prompt": "s", "history": []}, turns("q", "r", system="s")),
-    ({"messages": None, "conversations": turns("q", "r"), "tools": "[]"}, turns("q", "r"))]
+    ({"messages": None, "conversations": turns("q", "r"), "tools": "[]"}, turns("q", "r")),
+    ({"conversations": [{"role": None, "content": None, "from": role, "value": text}
+                        for role, text in (("human", "q"), ("gpt", "r"))]}, turns("q", "r"))]
 
 
 def test_other_formats_are_read_from_lines_a_list_parquet_and_the_hub(tmp_path, monkeypatch):
@@ -370,12 +372,12 @@ def test_other_formats_are_read_from_lines_a_list_parquet_and_the_hub(tmp_path, 
     monkeypatch.chdir(tmp_path)
     Path("lines.json").write_text("\n".join(map(json.dumps, rows)))
     Path("list.json").write_text("\ufeff\n" + json.dumps(rows), encoding="utf-8")
-    hub = {("owner/name", "config", "train"): rows, ("owner/name", "train_sft"): rows}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *name, split: hub[*name, split])
+    hub = {("owner/name", "config", "train"): rows, ("owner/name", None, "train_sft"): rows}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: hub[name, config, split])
     for source, where in [("lines.json", "line 3"), ("list.json", "row 2"), ("owner/name/config", "row 2"),
                           ("owner/name@train_sft", "row 2")]:
         train, _, text = build("rows", source, source)
-        assert len(conversations_of(train.rows)[0]) == 7
+        assert len(conversations_of(train.rows)[0]) == 8
         assert text.splitlines()[1:] == [
             f"  4 skipped: messages is not a list of {{role, content}}, both strings (the first: {source}, {where})",
             "WARNING: 3 of the conversations for validation are trained on, too"]
@@ -392,6 +394,7 @@ def test_what_another_format_has_beside_its_turns_is_not_dropped():
     for name in "train", "loss":
         with pytest.raises(ValueError, match="a weight other than 1"):
             tokenize_conversation(BYTES, [*turns("q"), {"role": "assistant", "content": "r", name: False}], 16)
+        tokenize_conversation(BYTES, [{**turns("q")[0], name: False}, *turns("q", "r")[1:]], 16)
     for row in ({"messages": turns("q", "r"), "tools": [{"name": "f"}]},
                 {"instruction": "q", "output": "r", "history": [["a", "b"]]}):
         with pytest.raises(ValueError, match="it has tools or a history beside its messages"):
@@ -429,7 +432,7 @@ def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     assert "40 conversations in" in text and "  4 skipped: a message is empty (the first:" in text
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
-    words = r"b.jsonl: none of its conversations can be used: \d skipped: a message is empty.*its roles are not"
+    words = r"b.jsonl: it has no conversation that can be used. \d skipped: a message is empty.*its roles are not"
     check_error(words, build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken
@@ -446,7 +449,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         (chats, "nowhere.jsonl", "--val_data.*nowhere.jsonl.*no such file"),
         (tmp_path, None, f"{tmp_path}.*IsADirectoryError"),
         ("/nowhere/deep/typo.json", None, "typo.json.*no such file"), ("/nowhere/chats", None, "chats.*no such file"),
-        (empty, None, "empty.jsonl: none of its conversations can be used"),
+        (empty, None, "empty.jsonl: it has no conversation that can be used"),
         (f"{chats},{one}:0.01", chats, "--data.*one.jsonl:0.01.*none of its 1 usable.*raise its weight"),
         (chats, f"{one}:0.01", "--val_data.*one.jsonl:0.01"),
         (one, None, "--data.*one.jsonl.*none of its 1 usable.*--val_data"),  # it is held out

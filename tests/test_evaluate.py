@@ -265,8 +265,11 @@ def test_a_base_models_next_question_is_not_its_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "generate", lambda *_, **__: ([token] for token in says.encode()))
     write_task(tmp_path, "gsm8k", [gsm8k("one", 1)])
     for stage, text, number in (("base", "It is 1.\n", 1), ("chat", says, 8)):
-        [answer] = score(random_model(), BYTES, stage, load_examples("gsm8k", BYTES, stage, tmp_path))["examples"]
+        result = score(random_model(max_seq_len=128), BYTES, stage,
+                       load_examples("gsm8k", BYTES, stage, tmp_path))
+        [answer] = result["examples"]
         assert (answer["text"], answer["predicted"]) == (text, number)
+        assert result["truncated"] == (stage == "chat")
 
 
 # -----------------------------------------------------------------------------

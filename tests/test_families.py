@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from chat_data import tokenize_conversation
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import check_tokenizer, load_checkpoint, load_model
 from conftest import (ROOT, check_error, check_resumed, error_line, extra_flags, hellaswag, jsonl, patched, read_log,
@@ -427,6 +428,14 @@ def changed_template(folder, old, new):
     files = read_files(folder)
     assert old in files["chat_template.jinja"]
     return HFTokenizer({**files, "chat_template.jinja": files["chat_template.jinja"].replace(old, new)})
+
+
+def test_an_empty_system_message_replaces_the_templates_own(qwen3):
+    tokenizer = changed_template(qwen3, "{%- set ns", "{%- if messages[0].role != 'system' %}{{- 'Be kind. ' }}"
+                                                      "{%- endif %}{%- set ns")
+    for system, kind in (None, True), ("", False), (" ", False):
+        ids = tokenize_conversation(tokenizer, turns("a", "b", system=system), 64)[0][0]
+        assert decode_chat(tokenizer, ids.tolist()).startswith("Be kind. ") == kind
 
 
 def test_texts_are_scored_whatever_the_template_does_to_answers(qwen3, tmp_path):

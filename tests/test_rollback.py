@@ -44,12 +44,14 @@ def saved(tmp_path):
     return guard, entries, checkpointer
 
 
-def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_data(saved, tmp_path):
-    (guard, entries, checkpointer), log = saved, Mock()
+def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_data(saved, tmp_path, monkeypatch):
+    (guard, entries, checkpointer), log, agree = saved, Mock(), Mock()
+    monkeypatch.setattr("extras.rollback.check_ranks_agree", agree)
     guard.stats |= {"loss": 1.0, "norm": 1.0, "steps": 80}  # of weights that are gone
     assert guard.roll_back(25, checkpointer, log) == 20
     assert guard.stats["steps"] == 0 and guard.metrics()["rollbacks"] == 1
     assert [entry.value["step"] for entry in entries.values()] == [20, 20, 25]
+    agree.assert_called_once_with({"step": 20})
     log.assert_called_once_with(20, event="rollback")
     log.forget_losses.assert_called_once_with()
     checkpoint = load(tmp_path)  # a run that is resumed from it continues after the spike
