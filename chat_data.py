@@ -62,7 +62,7 @@ def read_rows(source):
     """
     if source.endswith(".parquet"):
         import pyarrow.parquet
-        batches = pyarrow.parquet.ParquetFile(source).iter_batches()
+        batches = pyarrow.parquet.ParquetFile(source).iter_batches(1000)  # rows at a time
         rows = (row for batch in batches for row in batch.to_pylist())
     elif os.path.exists(source):
         with open(source, "rb") as file:

@@ -56,7 +56,7 @@ class SpikeGuard:
         averages = checkpoint.get("health", {})  # restored, too: the loss of the old weights may be far higher
         self.stats |= {name: averages.get(name, 0) for name in ("loss", "norm", "steps")}
         log.forget_losses()
-        check_ranks_agree({"step": restored})  # and have all read the checkpoint before rank 0 replaces it
+        check_ranks_agree({"step": restored})  # waits until all ranks have read it: below rank 0 replaces it
         print0(f"WARNING: step {iter_num}: {self.spike}: rolled back to step {restored}; the data moves on")
         self.stats["calm_until"] = restored + 100
         self.rollbacks += 1

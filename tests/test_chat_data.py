@@ -432,7 +432,7 @@ def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
     assert "40 conversations in" in text and "  4 skipped: a message is empty (the first:" in text
     assert f"  6 skipped: its roles are not user and assistant in turn, after at most one system message (the first: "\
            f"{data}, line 43)" in text
-    words = r"b.jsonl: it has no conversation that can be used. \d skipped: a message is empty.*its roles are not"
+    words = r"b.jsonl: it has no conversation that can be used\. \d skipped: a message is empty.*its roles are not"
     check_error(words, build, tmp_path / "rows", jsonl(tmp_path / "b.jsonl", bad))
     refused = str(jsonl(tmp_path / "c.jsonl", [turns("q", "a"), turns("q" + " " * 1_000_000 + "q", "a")]))
     text = build_datasets(tmp_path / "rows", refused, refused, gpt2_vocabulary, 64, True, 1)[2]  # by tiktoken

@@ -100,7 +100,8 @@ def test_the_card_says_what_it_is_and_how_to_load_it(exported):
 def test_the_hubs_base_and_data_are_told_from_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here/rows").mkdir(parents=True)
-    data = "a/b/all@test:2,x/y-2.5,mine/chats.jsonl,mine/chats.parquet,a.jsonl,/home/me/chats,http://x/y,here/rows,o'w/n"
+    data = ("a/b/all@test:2,x/y-2.5,mine/chats.jsonl,mine/chats.parquet,a.jsonl,/home/me/chats,http://x/y,here/rows,"
+            "o'w/n")
     assert export_hf.hub_sources({"init_from": "out/ckpt.pt", "data": data}) == [[], ["a/b", "x/y-2.5"]]
     (tmp_path / "meta.json").write_text('{"source": {"dataset": "HuggingFaceFW/fineweb-edu"}}')
     assert export_hf.hub_sources({"init_from": "gpt2", "data_dir": str(tmp_path)}) == [

@@ -12,6 +12,7 @@ import time
 from contextlib import redirect_stdout
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from chat_data import load_conversations
@@ -279,6 +280,14 @@ def test_a_rank_that_runs_out_of_memory_says_so(tmp_path):
     script.write_text("import torch\nfrom distributed import init_process\ninit_process('cpu')\n"
                       "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')")
     assert "error: out of memory (CUDA out of memory): lower --batch_size" in run(script, ranks=2, code=2)
+
+
+def test_a_lost_rank_is_told_from_a_fault_of_this_machine(monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for fault, lost in ("remote process exited", True), ("unhandled cuda error", False):
+        excepthook(RuntimeError, RuntimeError(f"NCCL error: {fault}"), None)
+        error = capsys.readouterr().err
+        assert fault in error and ("another rank is gone" in error) == lost
 
 
 @pytest.mark.slow
