@@ -23,17 +23,17 @@ def change_model(model, loader, max_iters, config, dtype, options, checkpoint, r
         from extras.lora import Adapters, Lora
         state["lora"] = Lora(model, config, dtype, checkpoint, resuming)
         state["model"] = Adapters(model)
-    if config.get("teacher"):
-        from extras.distill import Distillation
-        state["teacher"] = distillation = Distillation(
-            model, loader, max_iters, config, dtype, options, checkpoint if resuming else None)
-        metrics.append(distillation.metrics)
     if options and loader.device.type == "cpu":
         try:
             from extras.block_attention import attach_block_attention
             attach_block_attention(model)
         except ModuleNotFoundError:
             print0("extras/block_attention.py is not here: attention is slower on a CPU")
+    if config.get("teacher"):
+        from extras.distill import Distillation
+        state["teacher"] = distillation = Distillation(
+            model, loader, max_iters, config, dtype, options, checkpoint if resuming else None)
+        metrics.append(distillation.metrics)
     if config.get("fsdp"):
         from extras.fsdp import ShardedModel, apply_fsdp
         apply_fsdp(model, loader.device, dtype, options)

@@ -5,8 +5,6 @@ The teacher is live and runs in each step, or it is cached: its top-k log-probab
 """
 import math
 import zlib
-from contextlib import suppress
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -16,7 +14,7 @@ from tqdm import tqdm
 
 from chat_format import chat_tokens, decode_chat
 from checkpoint import check_tokenizer, digest_weights, load_model
-from configurator import fail, format_error
+from configurator import fail, one_line_errors
 from dataloader import epoch_permutation
 from distributed import all_reduce, barrier, make_autocast, print0
 from model import IGNORE, LOSS_CHUNK, compute_logits, linear_cross_entropy, matmul_dtype
@@ -94,33 +92,32 @@ class Distillation(nn.Module):
         or None.
         """
         super().__init__()
-        data, k, self.learn_temperature = loader.dataset, config["teacher_cache"], config["learn_temperature"]
+        data, k, vocab_size = loader.dataset, config["teacher_cache"], model.config.vocab_size
+        self.learn_temperature, self.teacher_weight = config["learn_temperature"], config["teacher_weight"]
         if model.loss_fn is not linear_cross_entropy:
             fail(f"--teacher={config['teacher']}: its loss, distill_loss, would replace the one in model.loss_fn")
-        if k >= model.config.vocab_size:
-            fail(f"--teacher_cache={k}: expected less than the vocabulary, {model.config.vocab_size}")
+        if k >= vocab_size:
+            fail(f"--teacher_cache={k}: expected less than the vocabulary, {vocab_size}")
         if self.learn_temperature and config.get("fsdp"):
             fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
-        self.teacher_weight = config["teacher_weight"]
         log_T = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
         self.log_temperature = nn.Parameter(log_T) if self.learn_temperature else log_T
         self.sums = nn.Buffer(torch.zeros(4, device=loader.device), persistent=False)  # CE, KL, agreements, targets
-        teacher_forward, self.digest = load_teacher(loader, config, dtype, options, model.config.vocab_size)
+        teacher_forward, self.digest = load_teacher(model, loader, config, dtype, options)
         if checkpoint and checkpoint["teacher"]["digest"] != self.digest:
             fail(f"--teacher={config['teacher']}: the run was started with another teacher; to continue with this "
                  f"one, start a new run with --init_from={checkpoint['path']} --out_dir=...")
         if k:
+            begun = checkpoint or {"rows_seen": 0, "iter_num": 0}
             global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
-            rows_seen, iter_num = (checkpoint["rows_seen"], checkpoint["iter_num"]) if checkpoint else (0, 0)
-            n_rows = rows_seen + (max_iters - iter_num) * global_batch_size  # those of the run, as in the loops
+            n_rows = begun["rows_seen"] + (max_iters - begun["iter_num"]) * global_batch_size  # as in the loops
             n_rows += 2 * loader.world_size * loader.batch_size  # one batch is trained on, the next one is read ahead
-            # the fingerprint does not cover all tokens of shards; nanoGPT's have no recorded checksum
-            shards = zip_longest(getattr(data, "checksums", ()), getattr(data, "shards", ()))
-            checksums = [recorded or zlib.crc32(shard) for recorded, shard in shards]
-            key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k, dtype,
-                                  model.config.vocab_size], {})
+            # the fingerprint does not cover all tokens of shards
+            checksums = [zlib.crc32(shard) for shard in getattr(data, "shards", ())]
+            key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k, dtype, vocab_size],
+                                 {})
             folder = config.get("chat_dir") or config["data_dir"]
-            cache = TeacherCache(f"{folder}/teacher-{key[:16]}.cache", data, k, model.config.vocab_size)
+            cache = TeacherCache(f"{folder}/teacher-{key[:16]}.cache", data, k, vocab_size)
             cache.fill(np.sort(epoch_permutation(len(data), loader.seed, 0)[:n_rows]), teacher_forward, loader)
             loader.sources.append(cache)
         else:
@@ -157,23 +154,26 @@ class Distillation(nn.Module):
             self.log_temperature.data.fill_(state["log_temperature"])
 
 
-def special_ids(tokenizer, chat):
-    """The ids of the special tokens, with chat those of the chat format, too."""
-    return {*tokenizer.special, *(chat_tokens(tokenizer).values() if chat and not tokenizer.chat_template else ())}
+def special_tokens(tokenizer, chat):
+    """{id: text} of the special tokens; with chat also of the chat format's, unless a chat template has its own."""
+    ids = set(tokenizer.special)
+    if chat and not tokenizer.chat_template:
+        ids.update(chat_tokens(tokenizer).values())
+    return {i: decode_chat(tokenizer, [i]) for i in ids}
 
 
-def load_teacher(loader, config, dtype, options, vocab_size):
+def load_teacher(model, loader, config, dtype, options):
     """
-    Returns a function from a batch to what distill_chunk needs from the teacher, and a digest of the teacher.
-    vocab_size: the student's; a teacher's extra ids are padding, and are left out.
+    Returns a function from a batch to what distill_chunk needs from the teacher of `model`, and a digest of the
+    teacher. The teacher's ids above the student's vocabulary are padding, and are left out.
     """
-    data, device = loader.dataset, loader.device
+    data, device, vocab_size = loader.dataset, loader.device, model.config.vocab_size
     net, checkpoint = load_model(config["teacher"], "cpu")
-    tokenizers = data.tokenizer, get_tokenizer(checkpoint["tokenizer"])
-    for i in set.intersection(*(special_ids(tokenizer, "chat_dir" in config) for tokenizer in tokenizers)):
-        ours, theirs = (decode_chat(tokenizer, [i]) for tokenizer in tokenizers)
-        if ours != theirs:
-            fail(f"--teacher={config['teacher']}: its token {i} is {theirs}, the student's {ours}")
+    ours, theirs = (special_tokens(tokenizer, "chat_dir" in config)
+                    for tokenizer in (data.tokenizer, get_tokenizer(checkpoint["tokenizer"])))
+    for i in ours.keys() & theirs.keys():
+        if ours[i] != theirs[i]:
+            fail(f"--teacher={config['teacher']}: its token {i} is {theirs[i]}, the student's {ours[i]}")
     check_tokenizer("the student", data.tokenizer, checkpoint)
     if data.max_seq_len > net.config.max_seq_len:
         fail(f"--max_seq_len={data.max_seq_len}: the teacher has {net.config.max_seq_len} positions; give at most "
@@ -188,15 +188,13 @@ def load_teacher(loader, config, dtype, options, vocab_size):
         del model_args["rope_factor"]
     digest = digest_weights(model_args, net.state_dict())
     net.requires_grad_(False)
+    for block in net.transformer.h:
+        block.attn.attend = model.transformer.h[0].attn.attend  # in blocks, if the student does
     if config.get("fsdp") or config.get("shard_teacher"):
         from extras.fsdp import apply_fsdp
         apply_fsdp(net, device, dtype, options)
     else:
         net.to(device)
-        if options and device.type == "cpu":
-            with suppress(ModuleNotFoundError):
-                from extras.block_attention import attach_block_attention
-                attach_block_attention(net)
         if options:
             net.hidden_states = torch.compile(net.hidden_states, **options)
 
@@ -259,18 +257,16 @@ class TeacherCache:
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))
         with open(path, "r+b", buffering=0) as file:  # not self.rows: with a full disk that would kill the process
-            for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
+            for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2):
                 output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
                 for i, hidden in zip(batch.tolist(), output["teacher"]):
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
                     row = encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype)
-                    file.seek(i * row.nbytes)
-                    try:
+                    with one_line_errors(f"--teacher_cache={self.k}: {path}", "make room; the same command labels the "
+                                         "rest", OSError, alone=True):
+                        file.seek(i * row.nbytes)
                         if file.write(row) < row.nbytes:
                             raise OSError("the disk is full")
-                    except OSError as error:  # perhaps of this rank alone
-                        fail(f"--teacher_cache={self.k}: {path}: {format_error(error)}; make room; the same command "
-                             f"labels the rest", alone=True)
         barrier()  # all have written
         # again: other machines may have written to it
         self.rows = np.memmap(path, self.rows.dtype, "r+", shape=self.rows.shape)
