@@ -37,7 +37,7 @@ def change_model(model, loader, max_iters, config, dtype, options, checkpoint, r
     if config.get("fsdp"):
         from extras.fsdp import ShardedModel, apply_fsdp
         apply_fsdp(model, loader.device, dtype, options)
-        state["model"] = ShardedModel(model, state["model"])
+        state["model"] = ShardedModel(state["model"])
 
 
 @explain_missing
@@ -52,7 +52,7 @@ def change_training(model, optimizer, max_iters, config, checkpoint, state, metr
         metrics.append(lambda: {"loss_scale": state["scaler"].get_scale()})
     if config.get("fsdp"):
         from extras.fsdp import ShardedOptimizer
-        state["optimizer"] = ShardedOptimizer(model, optimizer)
+        state["optimizer"] = ShardedOptimizer(optimizer)
     if config.get("sparsity"):
         from extras.prune import Pruner
         state["masks"] = pruner = Pruner(model, optimizer, config, max_iters, checkpoint)

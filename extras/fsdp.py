@@ -4,14 +4,12 @@ are sharded over the ranks, block by block, for a model that does not fit on one
 """
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
-                                                     set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import distribute_tensor
 
 from compiling import CUDA_GRAPHS
 from configurator import fail
-
-WHOLE = dict(full_state_dict=True, cpu_offload=True)
+from distributed import gather, get_rank
 
 
 def apply_fsdp(model, device, dtype, options):
@@ -37,50 +35,51 @@ def apply_fsdp(model, device, dtype, options):
     register_fsdp_forward_method(model, "hidden_states")
 
 
+def gather_on_cpu(tensor):
+    """The whole of a tensor that may be sharded, on the CPU of rank 0; None on other ranks. All ranks call it."""
+    whole = gather(tensor)
+    return whole.cpu() if get_rank() == 0 else None
+
+
+def shard_like(whole, sharded):
+    """This rank's shard of a tensor that all ranks have; `sharded` shows how to cut it."""
+    return distribute_tensor(whole.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
 class ShardedModel:
     """
-    The entry "model" of a checkpoint: those weights of a sharded model that `entry` (the model or its adapters) holds,
-    gathered on the CPU of rank 0; {} on other ranks. All ranks call both methods; each has read the whole checkpoint
-    before load_state_dict.
+    The entry "model" of a checkpoint: the weights that `entry` (a sharded model or its adapters) holds, gathered on
+    the CPU of rank 0. All ranks call both methods; each has read the whole checkpoint before load_state_dict.
     """
 
-    def __init__(self, model, entry):
-        self.model, self.names = model, list(entry.state_dict())
+    def __init__(self, entry):
+        self.entry = entry
 
     def state_dict(self):
-        adapters = len(self.names) < len(self.model.state_dict())  # then the frozen rest is not gathered
-        weights = get_model_state_dict(self.model, options=StateDictOptions(**WHOLE, ignore_frozen_params=adapters))
-        return {name: tensor for name, tensor in weights.items() if name in self.names}  # {} on the other ranks
+        return {name: gather_on_cpu(tensor) for name, tensor in self.entry.state_dict().items()}
 
     def load_state_dict(self, weights):
-        missing = set(self.names) - weights.keys()  # torch would keep them as they are
+        own = self.entry.state_dict()
+        missing = own.keys() - weights.keys()
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True))
+        self.entry.load_state_dict({name: shard_like(weights[name], tensor) for name, tensor in own.items()})
 
 
 class ShardedOptimizer:
-    """The entry "optimizer", gathered in the same way. Its parameters are numbered, as in torch's own state dicts."""
+    """The entry "optimizer", gathered in the same way."""
 
-    def __init__(self, model, optimizer):
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
 
     def state_dict(self):
-        named = {"state": {}, "param_groups": []}
-        if self.optimizer.state:  # before the first step torch would take (and count) one to create the state
-            named = get_optimizer_state_dict(self.model, self.optimizer, options=StateDictOptions(**WHOLE))
-        if dist.get_rank() > 0:
-            return {}
-        names = [name for group in named["param_groups"] for name in group["params"]]
-        return {"state": {i: named["state"][name] for i, name in enumerate(names) if name in named["state"]},
-                "param_groups": self.optimizer.state_dict()["param_groups"]}
+        own = self.optimizer.state_dict()
+        state = {i: {name: gather_on_cpu(tensor) for name, tensor in values.items()}
+                 for i, values in own["state"].items()}
+        return {**own, "state": state}
 
-    def load_state_dict(self, numbered):
-        if not numbered["state"]:
-            self.optimizer.state.clear()
-            return
-        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]  # their settings stay
-        names = [name for group in groups for name in group["params"]]
-        state = {names[i]: values for i, values in numbered["state"].items()}
-        set_optimizer_state_dict(self.model, self.optimizer, {"state": state, "param_groups": groups},
-                                 options=StateDictOptions(full_state_dict=True))
+    def load_state_dict(self, saved):
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {i: {name: shard_like(tensor, params[i]) if tensor.dim() else tensor  # AdamW's step has no dimensions
+                     for name, tensor in values.items()} for i, values in saved["state"].items()}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})

@@ -75,9 +75,9 @@ def test_frozen_weights_are_saved_except_those_that_adapters_take_from_their_bas
     for gpt in (small_gpt("gpt2"), small_gpt("llama")):
         gpt.transformer.wte.requires_grad_(False)
         gpt.transformer.h[0].requires_grad_(False)
-        assert ShardedModel(gpt, gpt).state_dict().keys() == gpt.state_dict().keys()
+        assert ShardedModel(gpt).state_dict().keys() == gpt.state_dict().keys()
         lora.add_adapters(gpt, "attn", 2, 1.0, 0.0)
-        adapters = ShardedModel(gpt, lora.Adapters(gpt)).state_dict()
+        adapters = ShardedModel(lora.Adapters(gpt)).state_dict()
         assert adapters and all(".lora_" in name for name in adapters)
 
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused():
     gpt, weights = small_gpt("gpt2"), small_gpt("gpt2").state_dict()
     del weights["transformer.h.1.ln_2.bias"]
     with pytest.raises(ValueError, match="it lacks transformer.h.1.ln_2.bias"):
-        ShardedModel(gpt, gpt).load_state_dict(weights)
+        ShardedModel(gpt).load_state_dict(weights)
 
 
 def test_a_rollback_to_the_first_step_forgets_the_moments():
@@ -94,7 +94,7 @@ def test_a_rollback_to_the_first_step_forgets_the_moments():
     optimizer = configure_optimizer(gpt, optimizer_config())
     gpt(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
     optimizer.step()
-    ShardedOptimizer(gpt, optimizer).load_state_dict({"state": {}, "param_groups": []})
+    ShardedOptimizer(optimizer).load_state_dict({"state": {}, "param_groups": []})
     assert not optimizer.state
 
 
