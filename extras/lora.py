@@ -23,8 +23,7 @@ class LoRALinear(nn.Linear):
 
     def __init__(self, linear, rank, alpha, dropout):
         super().__init__(linear.in_features, linear.out_features, device="meta")
-        self.weight = linear.weight
-        self.bias = linear.bias
+        self.weight, self.bias = linear.weight, linear.bias
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
@@ -44,11 +43,9 @@ def add_adapters(model, targets, rank, alpha, dropout):
     Freezes a GPT and gives an adapter to the matrices of its blocks that `targets` names (all, attn, mlp, or names
     like q_proj,mlp.c_proj). Draws from torch's global generator: seed it first. Fails if no matrix has such a name.
     """
-    blocks, names = model.transformer.h, {}  # 0.mlp.c_proj -> its names as a target: all, mlp, c_proj, mlp.c_proj
-    for path, module in blocks.named_modules():
-        if isinstance(module, nn.Linear):
-            name = path.partition(".")[2]
-            names[path] = {"all", name, *name.split(".")}
+    blocks = model.transformer.h
+    names = {path: {"all", path.partition(".")[2], *path.split(".")[1:]}  # 0.mlp.c_proj: all, mlp.c_proj, mlp, c_proj
+             for path, module in blocks.named_modules() if isinstance(module, nn.Linear)}
     known, wanted = set().union(*names.values()), {target.strip() for target in targets.split(",")}
     if wanted - known:
         fail(f"--lora_targets={targets}: no matrix {min(wanted - known)!r} in this model; expected some of "
@@ -66,9 +63,8 @@ class Adapters:
         self.model = model
 
     def state_dict(self):
-        kept = {name for name, p in self.model.named_parameters(remove_duplicate=False)  # a tied head, too
+        return {name: p.detach() for name, p in self.model.state_dict(keep_vars=True).items()
                 if p.requires_grad or ".lora_" in name}
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name in kept}
 
     def load_state_dict(self, adapters):
         if adapters.keys() != self.state_dict().keys():
@@ -100,8 +96,8 @@ class Lora:
                          "fingerprint": fingerprint(checkpoint)}
         torch.manual_seed(config["seed"])
         add_adapters(model, config["lora_targets"], config["lora_rank"], config["lora_alpha"], config["lora_dropout"])
-        for p in model.parameters() if dtype == "bfloat16" else ():
-            if p.dim() > 1 and not p.requires_grad:  # frozen matrices, which autocast would convert in each step
+        for p in model.parameters():
+            if dtype == "bfloat16" and p.dim() > 1 and not p.requires_grad:  # else autocast converts it in each step
                 p.data = p.bfloat16()
         n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         print0(f"LoRA: {n_trained:,} of {sum(map(torch.numel, model.parameters())):,} parameters train")
