@@ -25,8 +25,9 @@ def change_model(model, loader, max_iters, config, dtype, options, checkpoint, r
         state["model"] = Adapters(model)
     if options and loader.device.type == "cpu":
         try:
-            from extras.block_attention import attach_block_attention
-            attach_block_attention(model)
+            from extras.block_attention import attend_in_blocks
+            for block in model.transformer.h:
+                block.attn.attend = attend_in_blocks
         except ModuleNotFoundError:
             print0("extras/block_attention.py is not here: attention is slower on a CPU")
     if config.get("teacher"):

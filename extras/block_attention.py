@@ -10,12 +10,6 @@ import torch.nn.functional as F
 from model import attend
 
 
-def attach_block_attention(model):
-    """Makes a GPT attend in blocks of queries where that is faster."""
-    for block in model.transformer.h:
-        block.attn.attend = attend_in_blocks
-
-
 def attend_in_blocks(q, k, v, mask, dropout):
     """model.attend, in blocks if it is being compiled, without dropout, over fewer than 768 positions."""
     if dropout or not torch.compiler.is_compiling() or not q.size(1) == k.size(1) < 768:

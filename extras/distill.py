@@ -93,15 +93,19 @@ class Distillation(nn.Module):
         """
         super().__init__()
         data, k, vocab_size = loader.dataset, config["teacher_cache"], model.config.vocab_size
-        self.learn_temperature, self.teacher_weight = config["learn_temperature"], config["teacher_weight"]
+        self.teacher_weight = config["teacher_weight"]
         if model.loss_fn is not linear_cross_entropy:
             fail(f"--teacher={config['teacher']}: its loss, distill_loss, would replace the one in model.loss_fn")
         if k >= vocab_size:
             fail(f"--teacher_cache={k}: expected less than the vocabulary, {vocab_size}")
-        if self.learn_temperature and config.get("fsdp"):
-            fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
-        log_T = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
-        self.log_temperature = nn.Parameter(log_T) if self.learn_temperature else log_T
+        self.log_temperature = torch.tensor([math.log(config["teacher_temperature"])], device=loader.device)
+        if config["learn_temperature"]:
+            if config.get("fsdp"):
+                fail("--learn_temperature=True: not with --fsdp=True; give a fixed --teacher_temperature")
+            self.log_temperature = nn.Parameter(self.log_temperature)
+            # a checkpoint has it in its entry "teacher" and not among the model's weights
+            self.register_load_state_dict_post_hook(
+                lambda _, keys: keys.missing_keys.remove("loss_fn.log_temperature"))
         self.sums = nn.Buffer(torch.zeros(4, device=loader.device), persistent=False)  # CE, KL, agreements, targets
         teacher_forward, self.digest = load_teacher(model, loader, config, dtype, options)
         if checkpoint and checkpoint["teacher"]["digest"] != self.digest:
@@ -122,9 +126,6 @@ class Distillation(nn.Module):
             loader.sources.append(cache)
         else:
             loader.transforms.append(teacher_forward)
-        if self.learn_temperature:  # a checkpoint has it in its entry "teacher" and not among the model's weights
-            self.register_load_state_dict_post_hook(
-                lambda _, keys: keys.missing_keys.remove("loss_fn.log_temperature"))
         model.loss_fn = self
 
     def forward(self, x, weight, targets, teacher, teacher_head=None):
@@ -150,7 +151,7 @@ class Distillation(nn.Module):
         return {"digest": self.digest, "log_temperature": self.log_temperature.item()}
 
     def load_state_dict(self, state):
-        if self.learn_temperature:  # a fixed one is a setting, which may change on resume
+        if self.log_temperature.requires_grad:  # a fixed one is a setting, which may change on resume
             self.log_temperature.data.fill_(state["log_temperature"])
 
 
@@ -234,12 +235,12 @@ class TeacherCache:
     def __init__(self, path, dataset, k, vocab_size):
         open(path, "a").close()
         self.k, self.vocab_size = k, vocab_size
-        self.rows = np.memmap(path, "<i2" if vocab_size <= 2 ** 16 else "<i4", "r+",
+        self.rows = np.memmap(path, np.int16 if vocab_size <= 2 ** 16 else np.int32, "r+",
                               shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
-        if (rows[..., :self.k].astype(f"<u{rows.itemsize}") >= self.vocab_size).any():
+        if (rows[..., :self.k].astype(f"u{rows.itemsize}") >= self.vocab_size).any():
             fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
                  alone=True)
         if not rows[:, -1, -1].all():
@@ -251,8 +252,9 @@ class TeacherCache:
         """Labels the missing ones of the rows `indices`, shared by the ranks. What an interrupted call wrote stays."""
         missing = indices[self.rows[indices, -1, -1] == 0]
         barrier()  # all ranks have read what is missing
-        path, mib = self.rows.filename, len(missing) * self.rows[0].nbytes / 2 ** 20
-        print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, {mib:,.1f} MiB, in {path}")
+        path, row_bytes = self.rows.filename, self.rows[0].nbytes
+        print0(f"teacher: labelling {len(missing):,} of {len(indices):,} rows, "
+               f"{len(missing) * row_bytes / 2 ** 20:,.1f} MiB, in {path}")
         # every rank runs the same number of batches, as FSDP needs: the last ones may repeat some rows
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))
@@ -261,11 +263,11 @@ class TeacherCache:
                 output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
                 for i, hidden in zip(batch.tolist(), output["teacher"]):
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
-                    row = encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype)
+                    row = encode_top_k(log_probs, self.k).cpu().numpy()
                     with one_line_errors(f"--teacher_cache={self.k}: {path}", "make room; the same command labels the "
                                          "rest", OSError, alone=True):
-                        file.seek(i * row.nbytes)
-                        if file.write(row) < row.nbytes:
+                        file.seek(i * row_bytes)
+                        if file.write(row) < row_bytes:
                             raise OSError("the disk is full")
         barrier()  # all have written
         # again: other machines may have written to it
