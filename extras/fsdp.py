@@ -35,9 +35,13 @@ def apply_fsdp(model, device, dtype, options):
     register_fsdp_forward_method(model, "hidden_states")
 
 
-def gather_on_cpu(tensor):
-    """The whole of a tensor that may be sharded, on the CPU of rank 0; None on other ranks. All ranks call it."""
-    whole = gather(tensor)
+def gather_on_cpu(value):
+    """A state dict with its tensors whole on the CPU of rank 0, and None for each on other ranks. All ranks call it."""
+    if isinstance(value, dict):
+        return {key: gather_on_cpu(entry) for key, entry in value.items()}
+    if not torch.is_tensor(value):
+        return value
+    whole = gather(value)
     return whole.cpu() if get_rank() == 0 else None
 
 
@@ -56,14 +60,14 @@ class ShardedModel:
         self.entry = entry
 
     def state_dict(self):
-        return {name: gather_on_cpu(tensor) for name, tensor in self.entry.state_dict().items()}
+        return gather_on_cpu(self.entry.state_dict())
 
     def load_state_dict(self, weights):
         own = self.entry.state_dict()
         missing = own.keys() - weights.keys()
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-        self.entry.load_state_dict({name: shard_like(weights[name], tensor) for name, tensor in own.items()})
+        self.entry.load_state_dict({name: shard_like(tensor, own[name]) for name, tensor in weights.items()})
 
 
 class ShardedOptimizer:
@@ -73,10 +77,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
 
     def state_dict(self):
-        own = self.optimizer.state_dict()
-        state = {i: {name: gather_on_cpu(tensor) for name, tensor in values.items()}
-                 for i, values in own["state"].items()}
-        return {**own, "state": state}
+        return gather_on_cpu(self.optimizer.state_dict())
 
     def load_state_dict(self, saved):
         params = [p for group in self.optimizer.param_groups for p in group["params"]]

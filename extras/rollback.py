@@ -74,7 +74,7 @@ class SpikeGuard:
         return {"rollbacks": self.rollbacks, "lr_factor": self.lr_factor}
 
     def state_dict(self):
-        return dict(self.stats)
+        return self.stats
 
     def load_state_dict(self, stats):
-        self.stats.update(stats)
+        self.stats |= stats
