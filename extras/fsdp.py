@@ -36,7 +36,9 @@ def apply_fsdp(model, device, dtype, options):
 
 
 def gather_on_cpu(value):
-    """A state dict with its tensors whole on the CPU of rank 0, and None for each on other ranks. All ranks call it."""
+    """
+    A state dict with its tensors gathered on the CPU of rank 0; on other ranks they are None. All ranks call it.
+    """
     if isinstance(value, dict):
         return {key: gather_on_cpu(entry) for key, entry in value.items()}
     if not torch.is_tensor(value):
