@@ -5,6 +5,7 @@ The teacher is live and runs in each step, or it is cached: its top-k log-probab
 """
 import math
 import zlib
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -116,8 +117,9 @@ class Distillation(nn.Module):
             global_batch_size = config["batch_size"] * config["gradient_accumulation_steps"]
             n_rows = begun["rows_seen"] + (max_iters - begun["iter_num"]) * global_batch_size  # as in the loops
             n_rows += 2 * loader.world_size * loader.batch_size  # one batch is trained on, the next one is read ahead
-            # the fingerprint does not cover all tokens of shards
-            checksums = [zlib.crc32(shard) for shard in getattr(data, "shards", ())]
+            # the fingerprint does not cover all tokens of shards; nanoGPT's have no recorded checksum
+            shards = zip_longest(getattr(data, "checksums", ()), getattr(data, "shards", ()))
+            checksums = [recorded or zlib.crc32(shard) for recorded, shard in shards]
             key = digest_weights([self.digest, data.fingerprint, checksums, data.max_seq_len, k, dtype, vocab_size],
                                  {})
             folder = config.get("chat_dir") or config["data_dir"]
@@ -235,12 +237,12 @@ class TeacherCache:
     def __init__(self, path, dataset, k, vocab_size):
         open(path, "a").close()
         self.k, self.vocab_size = k, vocab_size
-        self.rows = np.memmap(path, np.int16 if vocab_size <= 2 ** 16 else np.int32, "r+",
+        self.rows = np.memmap(path, "<i2" if vocab_size <= 2 ** 16 else "<i4", "r+",
                               shape=(len(dataset), dataset.max_seq_len, 2 * k + 1))
 
     def __getitem__(self, indices):
         rows = self.rows[indices]
-        if (rows[..., :self.k].astype(f"u{rows.itemsize}") >= self.vocab_size).any():
+        if (rows[..., :self.k].astype(f"<u{rows.itemsize}") >= self.vocab_size).any():
             fail(f"{self.rows.filename}: holds an id that is not in the vocabulary; it is damaged: remove it",
                  alone=True)
         if not rows[:, -1, -1].all():
@@ -259,11 +261,11 @@ class TeacherCache:
         steps = math.ceil(len(missing) / (loader.world_size * loader.batch_size))
         batches = np.resize(missing, (steps, loader.world_size, loader.batch_size))
         with open(path, "r+b", buffering=0) as file:  # not self.rows: with a full disk that would kill the process
-            for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2):
+            for batch in tqdm(batches[:, loader.rank], "teacher", disable=loader.rank > 0, delay=2, mininterval=2):
                 output = teacher_forward(loader.dataset.get_batch(batch, loader.device))
                 for i, hidden in zip(batch.tolist(), output["teacher"]):
                     log_probs = compute_logits(hidden, output["teacher_head"]).float().log_softmax(-1)  # (T, V)
-                    row = encode_top_k(log_probs, self.k).cpu().numpy()
+                    row = encode_top_k(log_probs, self.k).cpu().numpy().astype(self.rows.dtype)
                     with one_line_errors(f"--teacher_cache={self.k}: {path}", "make room; the same command labels the "
                                          "rest", OSError, alone=True):
                         file.seek(i * row_bytes)

@@ -28,37 +28,36 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
     for p in params.values():
         p.grad = torch.zeros_like(p)  # a parameter without a gradient keeps this one
     norms, results = Counter(), []
+
+    def report(ok, text):
+        results.append(ok)
+        print(f"{'ok      ' if ok else 'PROBLEM '}{text}", flush=True)
+
     for step in range(steps):
         with autocast:
             loss = model(**batch) / targets
         loss.backward()
         if step == 0:
-            first = loss.item()
+            # ln(vocabulary) and half the variance of the logits: the head is N(0, 0.02), its input normalized
+            first, expected = loss.item(), math.log(model.config.vocab_size) + 0.02 ** 2 * model.config.n_embd / 2
+            if from_scratch:
+                report(abs(first / expected - 1) < 0.05,
+                       f"the first loss is {first:.3f}; {expected:.3f} is expected of random weights")
         if step < 3:  # lora_A gets its first gradient a step later, since lora_B starts at zero
             for name, p in params.items():
                 norms[name] += p.grad.norm().item()
         if step == 2:
+            least = 1e-6 * sorted(norms.values())[len(norms) // 2]  # a millionth of the median
+            bad = [f"; {name}: {norm:.1e}" for name, norm in norms.items() if not least < norm < math.inf]
+            report(not bad, f"{len(norms) - len(bad)} of {len(norms)} parameters get a gradient, finite and not tiny"
+                            f"{''.join(bad[:5])}")
             dead = {name: (p.grad == 0).all(1).float().mean() for name, p in params.items()
                     if name.endswith(MLP_INPUTS)}
+            bad = [f"; {name}: {share:.0%}" for name, share in dead.items() if share > 0.05]
+            report(not bad, f"in {len(bad)} of {len(dead)} MLPs more than 5 % of the units are dead{''.join(bad[:5])}")
         torch.nn.utils.clip_grad_norm_(params.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-
-    def report(ok, text, bad=()):
-        results.append(ok)
-        print("; ".join([f"{'ok      ' if ok else 'PROBLEM '}{text}", *bad[:5]]), flush=True)
-
-    if from_scratch:
-        # ln(vocabulary) and half the variance of the logits: the head is N(0, 0.02), its input normalized
-        expected = math.log(model.config.vocab_size) + 0.02 ** 2 * model.config.n_embd / 2
-        report(abs(first / expected - 1) < 0.05,
-               f"the first loss is {first:.3f}; {expected:.3f} is expected of random weights")
-    least = 1e-6 * sorted(norms.values())[len(norms) // 2]  # a millionth of the median
-    bad = [f"{name}: {norm:.1e}" for name, norm in norms.items() if not least < norm < math.inf]
-    report(not bad, f"{len(norms) - len(bad)} of {len(norms)} parameters get a gradient, finite and not tiny", bad)
-    bad = [f"{name}: {share:.0%}" for name, share in dead.items() if share > 0.05]
-    report(not bad, f"in {len(bad)} of {len(dead)} MLPs more than 5 % of the units are dead", bad)
-
     no_past, future = [], []
 
     def look_at(i):
