@@ -19,11 +19,10 @@ import os
 import re
 import runpy
 import sys
-import types
-import typing
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 # settings with a range: the type, the smallest and the largest value
 Positive = Annotated[int, 1, math.inf]
@@ -61,7 +60,7 @@ def fail(message, alone=False):
     Exit because of a user's mistake: one line on stderr, exit code 2, no traceback. Under torchrun every rank fails in
     the same way and only the first of each machine prints, unless this rank may be the only one to fail (`alone`).
     """
-    if alone or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
         text = re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", message)  # no escape sequences for the terminal
         print(f"error: {text}", file=sys.stderr, flush=True)
     raise SystemExit(2)
@@ -79,7 +78,7 @@ def one_line_errors(where="", advice="", errors=Exception, alone=False):
     try:
         yield
     except errors as error:
-        fail(f"{where}: {format_error(error)}".removeprefix(": ") + (f"; {advice}" if advice else ""), alone)
+        fail(f"{where}: {format_error(error)}; {advice}".removeprefix(": ").removesuffix("; "), alone)
 
 
 def excepthook(kind, error, tb):
@@ -88,7 +87,7 @@ def excepthook(kind, error, tb):
     closed output; otherwise the traceback.
     """
     if issubclass(kind, KeyboardInterrupt):
-        print(f"\ninterrupted{': ' if str(error) else ''}{error}", file=sys.stderr)
+        print(f"\ninterrupted: {error}".removesuffix(": "), file=sys.stderr)
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif issubclass(kind, OSError):
@@ -111,53 +110,52 @@ def configure(namespace, argv=None):
     for stream in (sys.stdin, sys.stdout):  # replace characters that cannot be decoded or encoded
         if hasattr(stream, "reconfigure"):  # not closed
             stream.reconfigure(errors="replace")
-    settings = annotations_of(namespace)
+    settings = settings_of(namespace)
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print_help(namespace, settings)
-        raise SystemExit(0)
+        print_help(namespace)
+        raise SystemExit
 
-    files, flags = split_arguments(argv, settings)
-    given = [(f"{path}: ", name, value) for path in files for name, value in read_config_file(path).items()]
-    given += [("--", name, parse(text, settings.get(name, str))) for name, text in flags]
     overrides = {}
-    for where, name, value in given:
+    for where, name, value in read_arguments(argv, settings):
         if name not in settings:
             hint = "; annotate it, as in name: int = 3" if name in namespace else did_you_mean(name, settings)
             fail(f"{where}{name}: no such setting of {Path(namespace['__file__']).name}{hint}; --help lists them all")
-        overrides[name] = check(f"{where}{name}", value, settings[name])
+        overrides[name] = check(where + name, value, settings[name])
     namespace.update(overrides)
     return {name: namespace[name] for name in settings}, overrides
 
 
-def annotations_of(namespace):
+def settings_of(namespace):
     """{name: annotation} of a script's settings."""
-    hints = typing.get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
-    return {name: hint for name, hint in hints.items() if not name.startswith("_")}
+    annotations = sys.modules[namespace["__name__"]].__annotations__
+    return {name: hint for name, hint in annotations.items() if not name.startswith("_")}
 
 
 def update_settings(namespace, config, where):
     """Writes what start.py has changed in `config` into the script's globals. where: the source that errors name."""
-    settings = annotations_of(namespace)
-    for name in config:
-        namespace[name] = config[name] = check(f"{where}: {name}", config[name], settings[name])
+    for name, hint in settings_of(namespace).items():
+        namespace[name] = config[name] = check(f"{where}: {name}", config[name], hint)
 
 
-def split_arguments(argv, settings):
-    """A command line -> [config file, ...], [(name, text), ...]. A flag is --name=value or --name value."""
-    files, flags, arguments = [], [], iter(argv)
+def read_arguments(argv, settings):
+    """
+    A command line -> [(where, name, value), ...], config files first. A flag is --name=value or --name value. where:
+    "--" or the file; an error puts it before the name.
+    """
+    from_files, flags, arguments = [], [], iter(argv)
     for arg in arguments:
-        name, equals, text = arg.removeprefix("--").partition("=")
         if not arg.startswith("-"):
-            files.append(arg)
+            from_files += [(f"{arg}: ", name, value) for name, value in read_config_file(arg).items()]
             continue
+        name, equals, text = arg.removeprefix("--").partition("=")
         if not equals:
             text = next(arguments, "--")  # a missing value is refused like one that is another flag
         if name.startswith("-") or not equals and text.startswith("--"):
             fail(f"{arg!r}: write a setting as --name=value, or as --name value if the value does not begin with --"
                  f"{'' if name in settings else did_you_mean(name, settings)}")
-        flags.append((name, text))
-    return files, flags
+        flags.append(("--", name, parse(text, settings.get(name, str))))
+    return from_files + flags
 
 
 def read_config_file(path):
@@ -166,20 +164,18 @@ def read_config_file(path):
         fail(f"{path}: no such config file, or its name does not end in .py; write a setting as --name=value")
     with one_line_errors(path, errors=(Exception, SystemExit)):
         values = runpy.run_path(path)
-    return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+    return {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, ModuleType)}
 
 
-def alternatives(hint):
-    """Splits an annotation into {type: range or ()}, one for each member of a union; {Literal: its choices}."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else [hint]
-    return {getattr(kind, "__origin__", kind): getattr(kind, "__metadata__", typing.get_args(kind)) for kind in kinds}
+def members(hint):
+    """The annotations that a union joins, or the one that it is."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def parse(text, hint):
     """A flag's text as a Python literal, if it is one; a setting that takes a string keeps it, except for None."""
-    kinds = alternatives(hint)
-    if str in kinds and not (text == "None" and type(None) in kinds):
-        return text
+    if str in members(hint):
+        return None if text == "None" and NoneType in members(hint) else text
     try:
         return ast.literal_eval(text)
     except Exception:  # not only ValueError
@@ -188,25 +184,28 @@ def parse(text, hint):
 
 def check(setting, value, hint):
     """`value` if the annotation accepts it (an int is accepted as a float), else an error that names `setting`."""
-    accepted, kinds = [], alternatives(hint)
-    if value == "" and str in kinds and type(None) in kinds:  # a shell variable that is not set
+    kinds, accepted = members(hint), []
+    if value == "" and str in kinds and NoneType in kinds:  # a shell variable that is not set
         fail(f"{setting}='': expected a string that is not empty, or None")
     if isinstance(value, str) and value.startswith("~/"):
         fail(f"{setting}={value}: the shell expands ~ only at the beginning of a word; write $HOME/... instead, "
              f"or in a file the whole path")
-    for kind, limits in kinds.items():
-        if kind is typing.Literal:
-            if repr(value) in map(repr, limits):  # so that 8.0 and True do not pass for 8 and 1
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            choices = [repr(choice) for choice in get_args(kind)]
+            if repr(value) in choices:  # so that 8.0 and True do not pass for 8 and 1
                 return value
-            accepted.append(f"one of {', '.join(map(repr, limits))}")
+            accepted.append(f"one of {', '.join(choices)}")
             continue
-        name = {int: "an int", float: "a finite float", bool: "True or False", str: "a string"}.get(kind, "None")
+        kind, *limits = get_args(kind) or [kind]
         low, high = limits or (-math.inf, math.inf)
-        accepted.append(name if not limits else f"{name} of at least {low}" if high == math.inf else
-                        f"{name} from {low} to {high}")
         if type(value) is kind or kind is float and type(value) is int:  # not isinstance: True isn't an int here
             if kind not in (int, float) or low <= value <= high and abs(value) <= sys.float_info.max:  # not inf, nan
-                return kind(value) if kind is float else value
+                return float(value) if kind is float else value
+        text = {int: "an int", float: "a finite float", bool: "True or False", str: "a string"}.get(kind, "None")
+        if limits:
+            text += f" of at least {low}" if high == math.inf else f" from {low} to {high}"
+        accepted.append(text)
     fail(f"{setting}={value!r}: expected {' or '.join(accepted)}")
 
 
@@ -220,13 +219,10 @@ def did_you_mean(name, settings):
     return f"; did you mean --{close[0]}?" if close else ""
 
 
-def print_help(namespace, settings):
-    """A script's docstring, and its settings as they stand in the source, with defaults and comments."""
+def print_help(namespace):
+    """Prints a script's docstring, and its settings as they stand in the source, with defaults and comments."""
     source = Path(namespace["__file__"]).read_text(encoding="utf-8")
-    lines = [(namespace["__doc__"] or "").strip(), "",
-             "settings, written as --name=value or --name value, or as name = value in a config file "
-             "(Fraction: 0 to 1; BelowOne: 0 to less than 1):"]
-    lines += [f"  {line}" for line, name in re.findall(r"^ *((\w+): .+ = .+)$", source, re.MULTILINE)
-              if name in settings]
-    with suppress(BrokenPipeError):  # `| head` closed it; print would fail again at exit
-        os.write(1, ("\n".join(lines) + "\n").encode())
+    settings = re.findall(r"^ *([a-z]\w*: .+ = .+)$", source, re.MULTILINE)
+    print(f"{(namespace['__doc__'] or '').strip()}\n\nsettings, written as --name=value or --name value, or as "
+          f"name = value in a config file (Fraction: 0 to 1; BelowOne: 0 to less than 1):",
+          *settings, sep="\n  ", flush=True)
