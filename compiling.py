@@ -20,13 +20,13 @@ def compile_options(config, device):
     if not config["compile"]:
         print0("not compiled")
         return None
-    options = dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=config["compile_backend"])
+    backend = config["compile_backend"]
     # not cudagraphs, whose gradients wrap_model would have to clone; --compile_mode=reduce-overhead has CUDA graphs
     backends = [name for name in torch._dynamo.list_backends(None) if name != "cudagraphs"]
-    if options["backend"] not in backends:
-        fail(f"--compile_backend={options['backend']}: expected one of {', '.join(backends)}")
+    if backend not in backends:
+        fail(f"--compile_backend={backend}: expected one of {', '.join(backends)}")
     try:
-        torch.compile(lambda x: x * 2, backend=options["backend"])(torch.ones(8, device=device))
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(8, device=device))
     except Exception as error:
         print0(f"WARNING: torch.compile cannot work here ({format_error(error.__cause__ or error)}): running "
                f"uncompiled, slower")
@@ -36,7 +36,7 @@ def compile_options(config, device):
         torch._inductor.config.max_fusion_unique_io_buffers = 16
     # recompute GELU's and the norms' outputs in the backward pass: less memory, a step 1 % longer on a CPU
     torch._functorch.config.ban_recompute_materialized_backward = False
-    return options
+    return dict(dynamic=False, fullgraph=True, mode=config["compile_mode"], backend=backend)
 
 
 def wrap_model(orig_model, device, options):
@@ -48,13 +48,14 @@ def wrap_model(orig_model, device, options):
         torch.use_deterministic_algorithms(True)  # else a compiled embedding's gradient is summed in any order
     if is_sharded(orig_model):
         return orig_model, orig_model
-    orig_model.to(device)
-    compiled = torch.compile(orig_model, **options) if options else orig_model
-    if options and options["mode"] in CUDA_GRAPHS:
-        # CUDA graphs overwrite a gradient when they run again, so accumulate into a copy
-        for p in orig_model.parameters():
-            if p.requires_grad:
-                p.register_hook(torch.clone)
+    compiled = orig_model.to(device)
+    if options:
+        compiled = torch.compile(orig_model, **options)
+        if options["mode"] in CUDA_GRAPHS:
+            # CUDA graphs overwrite a gradient when they run again, so accumulate into a copy
+            for p in orig_model.parameters():
+                if p.requires_grad:
+                    p.register_hook(torch.clone)
     if not dist.is_initialized():
         return compiled, compiled
     ddp = DDP(compiled, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
@@ -69,9 +70,9 @@ def warm_up(model, eval_model, optimizer, batch, autocast, options):
     backward as well: its first one fixes the gradient buckets. With three or more ranks their layout sets the order
     of summation, so a resumed run would otherwise differ in the last bits. Returns seconds.
     """
-    start = time.perf_counter()
     if not options and not dist.is_initialized():
         return 0.0
+    start = time.perf_counter()
     if options:
         print0(f"compiling, backend {options['backend']}, mode {options['mode'] or 'default'} ... "
                f"(a minute or two the first time)")
@@ -79,16 +80,15 @@ def warm_up(model, eval_model, optimizer, batch, autocast, options):
     with autocast:
         model(**batch).backward()
     optimizer.zero_grad()
-    if options and hasattr(optimizer, "compile"):
-        optimizer.compile(options["backend"])
-    with torch.no_grad(), autocast:
-        inputs = ("idx", "targets", "positions", "mask")  # not a teacher's: evaluation uses the plain loss
-        eval_model.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
-    eval_model.train()
-    seconds = time.perf_counter() - start
     if options:
-        print0(f"compiled in {seconds:.0f} s")
-    return seconds
+        if hasattr(optimizer, "compile"):
+            optimizer.compile(options["backend"])
+        inputs = ("idx", "targets", "positions", "mask")  # not a teacher's: evaluation uses the plain loss
+        with torch.no_grad(), autocast:
+            eval_model.eval()(**{name: batch[name] for name in inputs if name in batch}).item()
+        eval_model.train()
+        print0(f"compiled in {time.perf_counter() - start:.0f} s")
+    return time.perf_counter() - start
 
 
 def graphs_compiled():

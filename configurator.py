@@ -32,20 +32,18 @@ Fraction = Annotated[float, 0, 1]
 BelowOne = Annotated[float, 0, 0.999999]
 Seed = Annotated[int, 0, 2 ** 63 - 1]  # torch accepts a little more, but step numbers are added to it
 
-# names in nanoGPT, nanochat, transformers' Trainer and other projects -> what to use here
+# names in nanoGPT, nanochat, transformers' Trainer and other projects that did_you_mean would not guess -> what to use
 HINTS = {
-    "block_size": "--max_seq_len", "max_length": "--max_seq_len", "max_seq_length": "--max_seq_len",
-    "device_batch_size": "--batch_size", "per_device_train_batch_size": "--batch_size",
-    "total_batch_size": "--gradient_accumulation_steps, which counts micro-batches", "num_iterations": "--max_iters",
-    "max_steps": "--max_iters", "num_train_epochs": "--epochs (chat) or --max_iters", "warmup_steps": "--warmup_iters",
-    "lr": "--learning_rate", "max_lr": "--learning_rate", "decay_lr": "--lr_schedule=constant or cosine",
-    "matrix_lr": "--muon_lr", "unembedding_lr": "--head_lr", "max_grad_norm": "--grad_clip",
-    "clip_grad": "--grad_clip", "depth": "--n_layer", "bias": "--arch=gpt2 (with biases) or llama (without)",
-    "compile_model": "--compile", "bf16": "--dtype=bfloat16", "fp16": "--dtype=float16",
-    "gradient_checkpointing": "--recompute", "eval_every": "--eval_interval", "eval_steps": "--eval_interval",
-    "save_every": "--save_interval", "save_checkpoint_steps": "--save_interval", "logging_steps": "--log_interval",
+    "block_size": "--max_seq_len", "per_device_train_batch_size": "--batch_size",
+    "total_batch_size": "--gradient_accumulation_steps, which counts micro-batches",
+    "num_train_epochs": "--epochs (chat) or --max_iters", "lr": "--learning_rate", "max_lr": "--learning_rate",
+    "decay_lr": "--lr_schedule=constant or cosine", "matrix_lr": "--muon_lr", "unembedding_lr": "--head_lr",
+    "max_grad_norm": "--grad_clip", "clip_grad": "--grad_clip", "depth": "--n_layer",
+    "bias": "--arch=gpt2 (with biases) or llama (without)", "compile_model": "--compile", "bf16": "--dtype=bfloat16",
+    "fp16": "--dtype=float16", "gradient_checkpointing": "--recompute", "eval_every": "--eval_interval",
+    "eval_steps": "--eval_interval", "save_checkpoint_steps": "--save_interval", "logging_steps": "--log_interval",
     "report_to": "--wandb_log", "model_name_or_path": "--init_from or --checkpoint",
-    "model_tag": "--out_dir or --checkpoint", "output_dir": "--out_dir", "start": "--prompt",
+    "model_tag": "--out_dir or --checkpoint", "start": "--prompt",
     "dataset": "--data_dir, a folder (pretraining), or --data (chat)", "data_dir": "--data",
     "init_from": "--checkpoint", "checkpoint": "--init_from", "out_dir": "--checkpoint (or --data_dir, in data prep)",
     "eval_only": "python evaluate.py --checkpoint=CKPT --tasks= --data_dir=DIR",

@@ -31,31 +31,32 @@ class TokenDataset:
     """
 
     def __init__(self, data_dir, split, max_seq_len):
-        paths = sorted(glob.glob(f"{glob.escape(data_dir)}/*{split}_[0-9]*.bin"))
-        nanogpt = Path(data_dir, f"{split}.bin")
+        self.data_dir, self.max_seq_len = data_dir, max_seq_len
+        names = sorted(glob.glob(f"*{split}_[0-9]*.bin", root_dir=data_dir))
+        nanogpt = f"{data_dir}/{split}.bin"
         if os.path.exists(f"{data_dir}/meta.pkl"):
             fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
-        if not paths and not nanogpt.exists():
-            sources = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+        if not names and not os.path.exists(nanogpt):
+            sources = {"python": "--dataset=python", "fineweb-edu":
+                       f"--max_tokens=1000000000 (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 "
+                       f"--repo-type=dataset --local-dir={data_dir})"}
             source = sources.get(Path(data_dir).name, "--files='TEXTS/*.txt'")
-            ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
-                     f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
-                 f"python prepare_data.py {source} --data_dir={data_dir}{ready}")
-        self.data_dir, self.max_seq_len = data_dir, max_seq_len
+                 f"python prepare_data.py --data_dir={data_dir} {source}")
         meta = read_meta(data_dir)
-        name, folder = meta["tokenizer"], f"{data_dir}/tokenizer"
-        self.tokenizer = get_tokenizer(folder if name.startswith("hf-") else name)
-        if self.tokenizer.name != name:
-            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {name}; restore "
-                 f"it, or prepare the data again")
+        tokenizer = meta["tokenizer"]
+        self.tokenizer = get_tokenizer(f"{data_dir}/tokenizer" if tokenizer.startswith("hf-") else tokenizer)
+        if self.tokenizer.name != tokenizer:
+            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {tokenizer}; "
+                 f"restore it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
-        entries = [meta["shards"].get(os.path.basename(path)) for path in paths]
-        self.shards = [*map(read_shard, paths, entries)] or [read_headerless(nanogpt)]
+        entries = [meta["shards"].get(name) for name in names]
+        self.shards = [read_shard(f"{data_dir}/{name}", entry) for name, entry in zip(names, entries)]
+        self.shards = self.shards or [read_headerless(nanogpt)]
         self.checksums = [entry and entry[0] for entry in entries]
-        rows = [(len(shard) - 1) // max_seq_len for shard in self.shards]
-        self.starts = np.cumsum([0, *rows])  # rows before each shard, and in all
+        # rows before each shard, and in all
+        self.starts = np.cumsum([0, *((len(shard) - 1) // max_seq_len for shard in self.shards)])
         self.tokens = sum(map(len, self.shards))
         if "val_tokens" in meta:  # prepare_data.py wrote it; its first version did not record this
             with one_line_errors(f"{data_dir}/meta.json", "run prepare_data.py again"):
@@ -82,12 +83,10 @@ class TokenDataset:
 
     def __getitem__(self, indices):
         """indices (B,) -> idx, targets (B, max_seq_len) int64: tokens, and the token after each."""
-        T, rows = self.max_seq_len, []
-        for i in indices:
-            shard = np.searchsorted(self.starts, i, side="right") - 1
-            start = (i - self.starts[shard]) * T
-            rows.append(self.shards[shard][start:start + T + 1])
-        rows = np.stack(rows)  # (B, T + 1)
+        T = self.max_seq_len
+        shards = np.searchsorted(self.starts, indices, side="right") - 1
+        begins = (indices - self.starts[shards]) * T
+        rows = np.stack([self.shards[shard][i:i + T + 1] for shard, i in zip(shards, begins)])  # (B, T + 1)
         if rows.max() >= self.vocab_size:
             fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
                  f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or "

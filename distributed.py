@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import configurator
-from configurator import fail, format_error
+from configurator import fail, format_error, one_line_errors
 
 # Linux: use transparent huge pages for CPU tensors of 2 MB or more (1 page fault instead of 512), as NumPy does. Must
 # be set before PyTorch allocates its first tensor.
@@ -40,11 +40,9 @@ def init_process(device):
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     elif get_world_size() > 1 and device != "cpu":
         fail(f"--device={device}: under torchrun expected cuda, which gives each rank its own GPU, or cpu")
-    try:
+    with one_line_errors(f"--device={device}", "expected auto, cpu, cuda, cuda:N or mps; torchrun needs one GPU per "
+                         "rank", alone=True):  # with more ranks than GPUs only some ranks fail
         torch.empty(1, device=device).item()  # the device meta has no values
-    except Exception as error:  # maybe on this rank alone: more ranks than GPUs
-        fail(f"--device={device}: {format_error(error)}; expected auto, cpu, cuda, cuda:N or mps; torchrun needs one "
-             f"GPU per rank", alone=True)
     device = torch.device(device)
     torch.set_float32_matmul_precision("high")  # TF32
     cuda = device.type == "cuda"
