@@ -1,5 +1,6 @@
 """The processes of a run: ranks, device, precision, errors; sums, gradients and seeds that the ranks agree on."""
 import os
+import re
 import sys
 from datetime import timedelta
 
@@ -14,7 +15,7 @@ from configurator import fail, format_error, one_line_errors
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-# torchrun's, also before init_process; 0 and 1 without it
+# both from torchrun's environment, so they work before init_process, too; without torchrun they are 0 and 1
 def get_rank():
     return int(os.environ.get("RANK", 0))
 
@@ -63,12 +64,13 @@ def init_process(device):
 
 def excepthook(kind, error, tb):
     """One line for errors that torch raises and a user can do something about; configurator.py handles the others."""
-    if issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        reason = str(error).split("DefaultCPUAllocator: ")[-1].split(". ")[0]
+    text = str(error)
+    if issubclass(kind, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
+        reason = text.split("DefaultCPUAllocator: ")[-1].split(". ")[0]
         fail(f"out of memory ({reason}): lower --batch_size (in training raise --gradient_accumulation_steps and "
              f"--eval_iters by the same factor, to train the same model), or take a smaller model", alone=True)
-    elif (dist.is_initialized() and any(word in str(error) for word in ("gloo", "NCCL", "Connection closed by peer"))
-          and "unhandled" not in str(error)):  # NCCL's word for a fault of this machine, mostly: a full /dev/shm, say
+    elif (dist.is_initialized() and re.search("gloo|NCCL|Connection closed by peer", text)
+          and "unhandled" not in text):  # NCCL's word for a fault of this machine, such as a full /dev/shm
         print(f"error: another rank is gone or unreachable ({format_error(error)}); start all of them again "
               f"with --init_from=auto", file=sys.stderr)
     else:

@@ -103,9 +103,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def momentum(self, p):
         """Muon's state of a matrix, shaped like it; zeros at first."""
-        if "momentum_buffer" not in self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        return self.state[p]["momentum_buffer"]
+        state = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return state["momentum_buffer"]
 
     def state_dict(self):
         for p, rank in self.owner.items():
