@@ -89,8 +89,8 @@ def excepthook(kind, error, tb):
     elif issubclass(kind, BrokenPipeError):  # stdout closed, e.g. by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif issubclass(kind, OSError):
-        place = f"{Path(tb.tb_frame.f_code.co_filename).name}, line {tb.tb_lineno}"
-        fail(f"{kind.__name__}: {error} ({place})", alone=True)
+        script = Path(tb.tb_frame.f_code.co_filename).name
+        fail(f"{kind.__name__}: {error} ({script}, line {tb.tb_lineno})", alone=True)
     else:
         sys.__excepthook__(kind, error, tb)
 

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,12 +37,10 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
         if not names and not os.path.exists(nanogpt):
-            sources = {"python": "--dataset=python", "fineweb-edu":
-                       f"--max_tokens=1000000000 (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 "
-                       f"--repo-type=dataset --local-dir={data_dir})"}
-            source = sources.get(Path(data_dir).name, "--files='TEXTS/*.txt'")
-            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
-                 f"python prepare_data.py --data_dir={data_dir} {source}")
+            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them with python "
+                 f"prepare_data.py --data_dir={data_dir} and --dataset=python, --files='TEXTS/*.txt' or, for "
+                 f"FineWeb-Edu, --max_tokens=1000000000; or fetch 20 GB of FineWeb, ready-made, with hf download "
+                 f"kjj0/fineweb10B-gpt2 --repo-type=dataset --local-dir={data_dir}")
         meta = read_meta(data_dir)
         tokenizer = meta["tokenizer"]
         self.tokenizer = get_tokenizer(f"{data_dir}/tokenizer" if tokenizer.startswith("hf-") else tokenizer)
@@ -67,8 +64,8 @@ class TokenDataset:
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
             fail(f"max_seq_len={max_seq_len}: a row needs {max_seq_len + 1} tokens, and the longest {split} shard in "
-                 f"{data_dir} has {max(map(len, self.shards))} tokens; lower it, or prepare more data"
-                 f"{' or a larger --val_tokens' if split == 'val' else ''}")
+                 f"{data_dir} has {max(map(len, self.shards))} tokens; lower it, or prepare more data (for val with "
+                 f"a larger --val_tokens)")
 
     def __len__(self):
         return int(self.starts[-1])
