@@ -22,7 +22,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 # settings with a range: the type, the smallest and the largest value
 Positive = Annotated[int, 1, math.inf]
@@ -126,8 +126,8 @@ def configure(namespace, argv=None):
 
 def settings_of(namespace):
     """{name: annotation} of a script's settings."""
-    annotations = sys.modules[namespace["__name__"]].__annotations__
-    return {name: hint for name, hint in annotations.items() if not name.startswith("_")}
+    hints = get_type_hints(sys.modules[namespace["__name__"]], include_extras=True)
+    return {name: hint for name, hint in hints.items() if not name.startswith("_")}
 
 
 def update_settings(namespace, config, where):

@@ -37,10 +37,12 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
         if not names and not os.path.exists(nanogpt):
-            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them with python "
-                 f"prepare_data.py --data_dir={data_dir} and --dataset=python, --files='TEXTS/*.txt' or, for "
-                 f"FineWeb-Edu, --max_tokens=1000000000; or fetch 20 GB of FineWeb, ready-made, with hf download "
-                 f"kjj0/fineweb10B-gpt2 --repo-type=dataset --local-dir={data_dir}")
+            sources = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
+            source = sources.get(os.path.basename(data_dir), "--files='TEXTS/*.txt'")
+            ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
+                     f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
+            fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
+                 f"python prepare_data.py {source} --data_dir={data_dir}{ready}")
         meta = read_meta(data_dir)
         tokenizer = meta["tokenizer"]
         self.tokenizer = get_tokenizer(f"{data_dir}/tokenizer" if tokenizer.startswith("hf-") else tokenizer)
