@@ -45,20 +45,20 @@ def load_checkpoint(path, merge=True):
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
     if not candidates or hub_name(path):
         return load_hf(path)
-    problems = []
+    problem = None
     for candidate in candidates:
         try:
             checkpoint = read_checkpoint(candidate)
             if merge:
                 checkpoint["model"] = plain_weights(checkpoint)
         except Exception as error:  # a damaged file may raise anything
-            problems.append(f"{candidate}: not a readable checkpoint ({format_error(error)})")
-            continue
-        if candidate == path / CHECKPOINTS[1]:
-            print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, {candidate}, "
-                   f"step {checkpoint['iter_num']}")
-        return checkpoint
-    fail(f"{problems[0]}; expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, owner/name on "
+            problem = problem or f"{candidate}: not a readable checkpoint ({format_error(error)})"
+        else:
+            if candidate == path / CHECKPOINTS[1]:
+                print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, "
+                       f"{candidate}, step {checkpoint['iter_num']}")
+            return checkpoint
+    fail(f"{problem}; expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, owner/name on "
          f"the hub, or one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
 
 
@@ -98,7 +98,7 @@ def load_model(path, device):
 
 def pick_max_seq_len(max_seq_len, positions, most=4096):
     """--max_seq_len if it is given and the model has as many positions; else the model's positions, at most `most`."""
-    if (max_seq_len or 1) > positions:
+    if max_seq_len and max_seq_len > positions:
         fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
     return max_seq_len or min(most, positions)
 
@@ -136,17 +136,6 @@ def check_tokenizer(where, tokenizer, checkpoint):
              f"with {expected.eot_token}; use the tokenizer of this model")
 
 
-def plain_weights(checkpoint):
-    """The weights without those of a loss function, and with a LoRA run's adapters merged."""
-    trained = drop_loss_weights(checkpoint["model"])
-    return merge_adapters(checkpoint, trained) if "lora" in checkpoint else trained
-
-
-def drop_loss_weights(weights):
-    """A state dict without the weights of a loss function."""
-    return {name: tensor for name, tensor in weights.items() if not name.startswith("loss_fn.")}
-
-
 # -----------------------------------------------------------------------------
 # A LoRA run's checkpoint holds the adapters alone, with the path and the fingerprint of their base.
 
@@ -163,29 +152,29 @@ def load_base(checkpoint):
     from import_hf import hub_name
     base = checkpoint["lora"]
     for place in (Path(checkpoint["path"]).with_name(BASE), base["absolute"], base["path"]):
-        on_hub = hub_name(place)
-        if on_hub:
-            print0(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base, {place}, is no folder here: "
-                   f"asking the hub")
-        if on_hub or os.path.exists(place):
-            candidate = load_checkpoint(place, merge=False)
-            candidate["model"] = drop_loss_weights(candidate["model"])
+        if os.path.exists(place) or hub_name(place):
+            candidate = load_checkpoint(place)
             if fingerprint(candidate) == base["fingerprint"]:
                 return candidate["model"]
     fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {BASE} beside "
          f"it, {base['absolute']} or {base['path']}, but each of these is missing or holds other weights now")
 
 
-def merge_adapters(checkpoint, trained):
-    """The weights of a LoRA run's base, with what it trained: adapters are merged, W + alpha / rank B A."""
+def plain_weights(checkpoint):
+    """
+    The weights of a checkpoint's model, without those of a loss function. A LoRA run's adapters are merged into their
+    base: W + alpha / rank B A.
+    """
+    trained = {name: tensor for name, tensor in checkpoint["model"].items() if not name.startswith("loss_fn.")}
+    if "lora" not in checkpoint:
+        return trained
     weights = load_base(checkpoint)
-    for name, A in trained.items():
+    for name, tensor in trained.items():
         if name.endswith("lora_A"):
-            B = trained[name.replace("lora_A", "lora_B")]
-            target = name.replace("lora_A", "weight")
-            weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(A) * (B @ A)
-        elif not name.endswith("lora_B"):  # what else was trained
-            weights[name] = A
+            B, target = trained[name.replace("lora_A", "lora_B")], name.replace("lora_A", "weight")
+            weights[target] = weights[target] + checkpoint["lora"]["alpha"] / len(tensor) * (B @ tensor)
+        elif not name.endswith("lora_B"):  # trained besides the adapters
+            weights[name] = tensor
     return weights
 
 
@@ -215,7 +204,7 @@ def write_checkpoint(out_dir, checkpoint, keep_previous=True):
             torch.save(checkpoint, f)
             f.flush()
             os.fsync(f.fileno())
-        if path.exists() and keep_previous:
+        if keep_previous and path.exists():
             os.replace(path, previous)
 
 
@@ -238,65 +227,65 @@ class Checkpointer:
     def __init__(self, out_dir, state, facts):
         self.out_dir, self.state = Path(out_dir), state
         self.facts = {**facts, "val_loss": math.inf, "val_iter": None, "best_val_loss": math.inf}
-        self.saved_iter, self.keep_previous = None, True
+        self.saved_iter = None  # step of the last checkpoint of this run
+        self.keep_previous = True  # False: ckpt.pt is damaged
 
     def save(self, iter_num, val_loss=None):
         """
         Writes a checkpoint, with val_loss if the step has just been evaluated; the best one so far is linked as
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
+        facts, best_before = self.facts, self.facts["best_val_loss"]
         # resumed at a step whose evaluation is saved: a new save would only hold a new optimizer's learning rates
-        written = (val_loss == self.facts["val_loss"] and self.keep_previous
-                   and iter_num == self.saved_iter == self.facts["val_iter"])
-        best_before = self.facts["best_val_loss"]
+        written = (self.keep_previous and val_loss == facts["val_loss"]
+                   and iter_num == facts["val_iter"] == self.saved_iter)
         if val_loss is not None:
-            self.facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": min(best_before, val_loss)}
-        entries = {key: entry.state_dict() for key, entry in self.state.items()}
+            facts |= {"val_loss": val_loss, "val_iter": iter_num, "best_val_loss": min(best_before, val_loss)}
+        checkpoint = {key: entry.state_dict() for key, entry in self.state.items()} | facts | {"iter_num": iter_num}
         if get_rank() > 0:
             return
+        best, base = self.out_dir / "ckpt_best.pt", self.out_dir / BASE
         what = f"step {iter_num}"
         try:
             if not written:  # a step saved again, as after a rollback, replaces its own file, not the one before it
-                keep_previous = self.keep_previous and iter_num != self.saved_iter
-                write_checkpoint(self.out_dir, {**entries, **self.facts, "iter_num": iter_num}, keep_previous)
+                write_checkpoint(self.out_dir, checkpoint, self.keep_previous and iter_num != self.saved_iter)
             if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
-                for name in ("ckpt_prev.pt", "ckpt_best.pt", BASE):
-                    (self.out_dir / name).unlink(missing_ok=True)
+                for path in (self.out_dir / "ckpt_prev.pt", best, base):
+                    path.unlink(missing_ok=True)
             self.saved_iter, self.keep_previous, what = iter_num, True, f"ckpt_best.pt or {BASE} of step {iter_num}"
-            if val_loss == self.facts["best_val_loss"]:
-                link(self.out_dir / "ckpt.pt", self.out_dir / "ckpt_best.pt")
-            base = self.out_dir / BASE
-            if "lora" in entries and os.path.isfile(entries["lora"]["absolute"]) and not base.exists():
-                link(os.path.realpath(entries["lora"]["absolute"]), base)  # follows a symbolic link
-                load_base({**entries, "path": base})  # or exits: the base has been retrained since this run read it
+            if val_loss == facts["best_val_loss"]:
+                link(self.out_dir / "ckpt.pt", best)
+            if "lora" in checkpoint and os.path.isfile(checkpoint["lora"]["absolute"]) and not base.exists():
+                link(os.path.realpath(checkpoint["lora"]["absolute"]), base)  # follows a symbolic link
+                load_base({**checkpoint, "path": base})  # or exits: the base has been retrained since this run read it
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-            self.facts["best_val_loss"] = best_before
+            facts["best_val_loss"] = best_before
             last = "nothing is saved" if self.saved_iter is None else f"the last checkpoint is step {self.saved_iter}"
             print(f"WARNING: --out_dir={self.out_dir}: {what} could not be saved ({format_error(error)}); {last}",
                   flush=True)
 
     def resume(self, checkpoint, max_iters):
         """Restores a run from load_checkpoint(out_dir, merge=False), if it can be continued. Returns iter_num."""
-        with one_line_errors(checkpoint["path"]):
-            if not 0 <= checkpoint["iter_num"] <= max_iters:
-                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {checkpoint['iter_num']} steps; "
-                     f"give more")
-            if checkpoint["data"] != self.facts["data"]:
+        path, iter_num, facts = checkpoint["path"], checkpoint["iter_num"], self.facts
+        with one_line_errors(path):
+            if not 0 <= iter_num <= max_iters:
+                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {iter_num} steps; give more")
+            if checkpoint["data"] != facts["data"]:
                 fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data "
                      f"start a new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")
-            unused = checkpoint.keys() - self.state.keys() - self.facts.keys() - {"iter_num", "path"}
+            unused = checkpoint.keys() - self.state.keys() - facts.keys() - {"iter_num", "path"}
             if unused:
-                print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {checkpoint['path']}")
-            check(f"{checkpoint['path']}: rows_seen", checkpoint.get("rows_seen", 0), NonNegative)
+                print0(f"WARNING: nothing here uses {', '.join(sorted(unused))} of {path}")
+            check(f"{path}: rows_seen", checkpoint.get("rows_seen", 0), NonNegative)
             before, now = (config.get("eval_iters", 1) * config.get("batch_size", 1)
-                           for config in (checkpoint["config"], self.facts["config"]))
+                           for config in (checkpoint["config"], facts["config"]))
             if before != now:
                 print0(f"WARNING: validation reads up to {now} rows now and read up to {before} before: if it has "
                        f"more than {min(before, now)}, the losses are not comparable, and ckpt_best.pt stays until "
                        f"one is lower; --eval_iters can make up for --batch_size")
-            self.facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
-                           "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}  # of nan: inf
-            iter_num = self.restore(checkpoint)
+            facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
+                      "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}  # of nan: inf
+            self.restore(checkpoint)
         print0(f"resumed at step {iter_num}")
         return iter_num
 
@@ -309,6 +298,6 @@ class Checkpointer:
                 print0(f"WARNING: {checkpoint['path']} has no {key}: it keeps its initial state")
             elif key != "scaler" or checkpoint[key]:  # empty if the loss scale was off
                 entry.load_state_dict(checkpoint[key])
-        self.keep_previous = checkpoint["path"] == str(self.out_dir / "ckpt.pt")  # else ckpt.pt is damaged
+        self.keep_previous = checkpoint["path"] == str(self.out_dir / CHECKPOINTS[0])
         self.saved_iter = checkpoint["iter_num"]
-        return checkpoint["iter_num"]
+        return self.saved_iter
