@@ -38,11 +38,12 @@ class Logger:
 
     def __init__(self, out_dir, max_iters, eval_interval, loader, flops_per_token, peak_flops, metrics, trackers,
                  resuming):
-        self.path, self.max_iters, self.loader = Path(out_dir) / "log.jsonl", max_iters, loader
-        self.eval_interval, self.eval_seconds, self.last_eval_seconds = eval_interval, 0.0, 0.0
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.path, self.max_iters, self.eval_interval = Path(out_dir) / "log.jsonl", max_iters, eval_interval
+        self.loader, self.flops_per_token, self.peak_flops = loader, flops_per_token, peak_flops
         self.metrics, self.trackers = metrics, trackers
-        self.sums, self.seconds, self.val_losses = Counter(), 0.0, []
+        self.sums = Counter()  # of the steps since the last call of train
+        self.seconds = self.eval_seconds = self.last_eval_seconds = 0.0
+        self.val_loss, self.rises = math.inf, 0  # the last one, and how many times in a row it rose
         self.diverged = False
         self.forget_losses()
         self.skipped = []  # steps
@@ -50,8 +51,8 @@ class Logger:
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
         if get_rank() == 0 and self.path.exists():
             text = self.path.read_bytes() if resuming else b""  # an overwritten run's log is emptied
-            found = re.findall(rb'"seconds": ([0-9.]+),', text)
-            self.seconds = float(found[-1]) if found else 0.0
+            for seconds in re.findall(rb'"seconds": ([0-9.]+),', text):
+                self.seconds = float(seconds)  # of the last one
             self.eval_seconds = sum(map(float, re.findall(rb'"eval_seconds": ([0-9.]+)', text)))
             os.truncate(self.path, text.rfind(b"\n") + 1)  # a run that was killed may have left half a line
 
@@ -79,10 +80,10 @@ class Logger:
         """Logs the steps since the last call: their mean loss, tokens/s, ..."""
         for metric in self.metrics:
             values = dict(**values, **metric())  # a name that is taken is an error
-        sums, self.sums = self.sums, Counter()
-        seconds, steps, positions = sums["seconds"], sums["steps"], sums["rows"] * self.loader.dataset.max_seq_len
+        sums, self.sums, loader = self.sums, Counter(), self.loader
+        seconds, steps, positions = sums["seconds"], sums["steps"], sums["rows"] * loader.dataset.max_seq_len
         self.seconds += seconds
-        wait_seconds, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
+        wait_seconds, loader.wait_seconds = loader.wait_seconds, 0.0
         train_loss = math.nan
         if sums["targets"]:
             train_loss = sums["loss_sum"] / sums["targets"]
@@ -91,11 +92,10 @@ class Logger:
              tok_per_sec=sums["tokens"] / seconds, useful=sums["tokens"] / positions,
              mfu=self.flops_per_token * positions / seconds / self.peak_flops,
              eta_seconds=(self.max_iters - iter_num) * (seconds / steps + self.last_eval_seconds / self.eval_interval),
-             wait=wait_seconds / seconds,
-             epoch=self.loader.rows_seen / len(self.loader.dataset), peak_mem_mb=peak_memory_mb(self.loader.device),
-             targets=sums["targets"], clipped=sums["clipped"] / steps, skipped=len(self.skipped),
-             recompiles=self.recompiles, seconds=self.seconds, flops=self.flops_per_token * self.loader.tokens,
-             **values)
+             wait=wait_seconds / seconds, epoch=loader.rows_seen / len(loader.dataset),
+             peak_mem_mb=peak_memory_mb(loader.device), targets=sums["targets"], clipped=sums["clipped"] / steps,
+             skipped=len(self.skipped), recompiles=self.recompiles, seconds=self.seconds,
+             flops=self.flops_per_token * loader.tokens, **values)
 
     def forget_losses(self):
         """Resets the mean of check_divergence, as after a rollback to weights whose loss was higher."""
@@ -125,8 +125,9 @@ class Logger:
             self.last_eval_seconds = values["eval_seconds"]
             self.eval_seconds += self.last_eval_seconds
         if "val_loss" in values:
-            self.val_losses = [*self.val_losses[-3:], values["val_loss"]]
-            if len(self.val_losses) == 4 and self.val_losses == sorted(set(self.val_losses)):
+            self.rises = self.rises + 1 if values["val_loss"] > self.val_loss else 0
+            self.val_loss = values["val_loss"]
+            if self.rises >= 3:
                 print("WARNING: val_loss rose three times in a row", flush=True)
         values = {"iter": iter_num, "tokens": self.loader.tokens, **values}
         try:
@@ -146,7 +147,7 @@ def find_nonfinite(model, batch, autocast):
     reached it first, and a NaN spreads to everything below.
     """
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not gather(p.grad).isfinite().all()]
-    bad.sort(key=lambda name: "wte." not in name and "wpe." not in name)  # in the order of forward: embeddings first
+    bad.sort(key=lambda name: "wpe." not in name)  # in the order of forward, where positions come first, too
     names, found = {module: name for name, module in model.named_modules()}, []
 
     def look_at(module, inputs, output):

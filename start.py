@@ -103,11 +103,13 @@ def take_settings(config, overrides, checkpoint):
     FIXED setting exits with an error.
     """
     for key, before in checkpoint["config"].items():
-        if key not in config and before:
-            print0(f"WARNING: the run was trained with {key}={before}, a setting that {Path(sys.argv[0]).name} lacks")
-        if key not in config or key in PER_START:
+        if key not in config:
+            if before:
+                print0(f"WARNING: the run was trained with {key}={before}, a setting that {Path(sys.argv[0]).name} "
+                       f"lacks")
+        elif key in PER_START:
             continue
-        if key not in overrides or key == "init_from":  # what the run began with, not "resume"
+        elif key not in overrides or key == "init_from":  # what the run began with, not "resume"
             config[key] = before
         elif overrides[key] != before:
             if key in FIXED:
