@@ -105,14 +105,15 @@ def pick_max_seq_len(max_seq_len, positions, most=4096):
 
 def describe_model(checkpoint):
     """The model in a checkpoint, in one line."""
-    args, val_loss = checkpoint["model_args"], checkpoint["val_loss"]
-    trained = f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
-    return sanitize(f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
-                    f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
-                    + ("its own tokenizer" if isinstance(checkpoint["tokenizer"], dict) else
-                       f"tokenizer {checkpoint['tokenizer']}")
-                    + (trained if math.isfinite(val_loss) else "")
-                    + (f", LoRA on {checkpoint['lora']['path']}" if "lora" in checkpoint else ""))
+    args, name, val_loss = checkpoint["model_args"], checkpoint["tokenizer"], checkpoint["val_loss"]
+    text = (f"{checkpoint['path']}: {checkpoint['stage']} model, {args['arch']}, {args['attention']}, "
+            f"{args['n_layer']} layers, {args['n_embd']} wide, {args['max_seq_len']} positions, "
+            f"{'its own tokenizer' if isinstance(name, dict) else f'tokenizer {name}'}")
+    if math.isfinite(val_loss):
+        text += f", step {checkpoint['iter_num']}, val loss {val_loss:.4f} at step {checkpoint['val_iter']}"
+    if "lora" in checkpoint:
+        text += f", LoRA on {checkpoint['lora']['path']}"
+    return sanitize(text)
 
 
 def digest_weights(facts, state_dict, rows=None):

@@ -40,7 +40,8 @@ class StopSignal:
     """
 
     def __init__(self, out_dir):
-        self.out_dir, self.requested, self.requested_at, self.exit_code = out_dir, False, 0.0, 0
+        self.out_dir, self.exit_code = out_dir, 0
+        self.requested, self.requested_at = False, 0.0
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows lacks two
             if number and (name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN):  # nohup ignores it
@@ -52,8 +53,8 @@ class StopSignal:
             if number == signal.SIGINT and "RANK" not in os.environ:
                 self.exit_code = 130  # the shell's for Ctrl-C: a command after && does not run
             if get_rank() == 0:
-                name = signal.Signals(number).name
-                text = f"\n{name}: stopping after this step; a second signal after 5 seconds exits at once\n"
+                text = (f"\n{signal.Signals(number).name}: stopping after this step; a second signal after 5 seconds "
+                        f"exits at once\n")
                 with suppress(OSError):  # the terminal may be gone
                     os.write(2, text.encode())  # not print, which may be what was interrupted
         elif time.monotonic() - self.requested_at > 5:

@@ -42,8 +42,8 @@ def lock_out_dir(config):
 def load_init_from(config, overrides, stage):
     """
     Loads the checkpoint that --init_from asks for and updates `config` in place: a resumed run takes the settings of
-    its checkpoint, except those overridden now; a run that starts from other weights takes those of their model.
-    stage: base | chat. Returns (checkpoint or None, resuming).
+    its checkpoint, except those that are overridden now; a run that starts from other weights takes the settings of
+    their model. stage: base | chat. Returns (checkpoint or None, resuming).
     """
     out_dir, init_from = config["out_dir"], config["init_from"]
     auto = init_from == "auto" or init_from.startswith("auto:")
@@ -124,8 +124,8 @@ def take_settings(config, overrides, checkpoint):
 
 def check_out_dir(config, resuming, checkpoint):
     """
-    Exits with an error if a run with this config, from load_init_from's checkpoint, would overwrite something that it
-    was not asked to overwrite.
+    Exits with an error if this run would overwrite something that it was not asked to overwrite, or that it reads.
+    checkpoint: load_init_from's, or None.
     """
     folder = Path(config["out_dir"])
     found = sorted(path.name for path in folder.glob("ckpt*.pt"))
@@ -134,9 +134,9 @@ def check_out_dir(config, resuming, checkpoint):
             resume = "resume it with --init_from=resume, " if has_checkpoint(folder) else ""
             fail(f"--out_dir={folder}: holds a checkpoint, {found[0]}: {resume}replace it with --overwrite=True, or "
                  f"give another folder")
-        base = (checkpoint or {}).get("lora", {})  # that of the adapters that the run starts from
-        sources = config["init_from"], config.get("teacher"), base.get("absolute"), base.get("path")
-        for source in filter(None, sources):
+        base = (checkpoint or {}).get("lora", {})  # of the adapters that the run starts from
+        for source in filter(None, (config["init_from"], config.get("teacher"), base.get("absolute"),
+                                    base.get("path"))):
             path = Path(source.removeprefix("auto:")).resolve()
             if path.exists() and folder.resolve() in (path, path.parent):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
@@ -154,7 +154,8 @@ def report_settings(config, overrides, device):
     """On rank 0: prints the settings that were given and the machine, and writes all settings to config.json."""
     if get_rank() > 0:
         return
-    machine, path = describe_machine(device), Path(config["out_dir"], "config.json")
+    machine = describe_machine(device)
+    path = Path(config["out_dir"], "config.json")
     print("settings given:", ", ".join(f"{key}={value}" for key, value in overrides.items()) or "none, all defaults")
     print("machine:", ", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     with one_line_errors(path), replacing(path) as temporary:
