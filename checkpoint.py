@@ -189,7 +189,7 @@ def replacing(path):
     try:
         yield temporary
         os.replace(temporary, path)
-    finally:  # a partial file; or both names were links to one file, and os.replace left this one
+    finally:  # a partial file remains; or both names are links to one file, for which os.replace does nothing
         temporary.unlink(missing_ok=True)
 
 

@@ -99,8 +99,8 @@ def make_temporary_folder():
 
 def take_settings(config, overrides, checkpoint):
     """
-    Copies the settings of a resumed run's checkpoint into `config`. Overrides win and are printed; an override of a
-    FIXED setting exits with an error.
+    Copies the settings of a resumed run's checkpoint into `config`, except those that are overridden now. Prints what
+    an override changes, and exits with an error if the setting is FIXED.
     """
     for key, before in checkpoint["config"].items():
         if key not in config:
@@ -117,9 +117,8 @@ def take_settings(config, overrides, checkpoint):
                      f"change it")
             print0(f"changed on resume: {key} {before} -> {overrides[key]}")
     if bool(config.get("teacher")) != ("teacher" in checkpoint):
-        fail(f"--teacher={config.get('teacher')}: the run in {config['out_dir']} was started "
-             f"{'with' if 'teacher' in checkpoint else 'without'} a teacher, which a resumed run cannot change; start "
-             f"a new run from its weights with --init_from={config['out_dir']}/ckpt.pt --out_dir=...")
+        fail(f"--teacher={config.get('teacher')}: a resumed run cannot gain or lose its teacher; start a new run from "
+             f"its weights with --init_from={config['out_dir']}/ckpt.pt --out_dir=...")
 
 
 def check_out_dir(config, resuming, checkpoint):
@@ -142,7 +141,7 @@ def check_out_dir(config, resuming, checkpoint):
                 fail(f"--out_dir={folder} --overwrite=True: holds {source}, which this run reads; give another folder")
     for name, key in (("config.json", b'"init_from": '), ("log.jsonl", b'{"iter": ')):  # a key in our files
         path = folder / name
-        content = path.read_bytes() if path.is_file() else b""  # empty is ours, after a full disk
+        content = path.read_bytes() if path.is_file() else b""  # an empty file is ours: the disk was full
         if content and key not in content:
             fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
                  f"another folder")
