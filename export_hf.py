@@ -99,9 +99,9 @@ def tokenizer_to_hf(tokenizer):
     two tokens that form a third, lowest id first. bytes has none.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer  # splits text as GPT-2 does; transformers depends on it
-    from hf_tokenizer import byte_of_letter
+    from hf_tokenizer import BYTE_OF_LETTER
     if not tokenizer.files:  # gpt2 or bytes
-        letters = {byte: letter for letter, byte in byte_of_letter().items()}
+        letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
         vocab = {"".join(letters[byte] for byte in token): i for token, i in tokenizer._mergeable_ranks.items()}
         merges = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))
                   if token[:i] in vocab and token[i:] in vocab]

@@ -2,21 +2,25 @@
 The tokenizer of a Hugging Face folder, with the parts of tiktoken's interface that the other files use, and the chat
 template of its model. Checkpoints and folders of shards keep its files.
 """
-import functools
 import hashlib
 import json
 import os
 import re
-from itertools import chain, pairwise
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import tokenizers  # transformers requires it
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare_data.py has threads of its own
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare_data.py starts its own threads
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
          "generation_config.json")
+
+
+# Vocabularies like GPT-2's write each byte as a character: printable ones as they are, the others as the next letters.
+LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+BYTE_OF_LETTER = dict(zip(LETTERS, sorted(range(256), key=lambda byte: chr(byte) not in LETTERS)))
 
 
 def read_files(folder):
@@ -24,20 +28,17 @@ def read_files(folder):
     {name: text} of a folder's tokenizer. Raises FileNotFoundError if there is no tokenizer.json. Ids that
     generation_config.json lacks are taken from config.json. (transformers does so only if the whole file is missing.)
     """
-    paths, config = [Path(folder, name) for name in FILES], Path(folder, "config.json")
-    files = {path.name: path.read_text(encoding="utf-8") for path in paths if path == paths[0] or path.exists()}
-    generation = json.loads(files.get("generation_config.json", "{}"))
-    fields = json.loads(config.read_bytes()) if config.exists() else {}
-    missing = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-               if fields.get(name) is not None and generation.get(name) is None}
-    return {**files, "generation_config.json": json.dumps({**generation, **missing}, indent=2)} if missing else files
-
-
-@functools.cache
-def byte_of_letter():
-    """{printable character: byte}: how vocabularies like GPT-2's write bytes."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # printable bytes as they are, then the others
-    return dict(zip(letters, sorted(range(256), key=lambda byte: chr(byte) not in letters)))
+    folder = Path(folder)
+    files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES
+             if name == "tokenizer.json" or (folder / name).exists()}
+    if (folder / "config.json").exists():
+        config = json.loads((folder / "config.json").read_bytes())
+        generation = json.loads(files.get("generation_config.json", "{}"))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if generation.get(name) is None and config.get(name) is not None:
+                generation[name] = config[name]
+                files["generation_config.json"] = json.dumps(generation, indent=2)
+    return files
 
 
 class HFTokenizer:
@@ -71,21 +72,20 @@ class HFTokenizer:
         self.named_tokens = {key: token["content"] if isinstance(token, dict) else token
                              for key, token in settings.items()
                              if key.endswith("_token") and isinstance(token, (str, dict))}
-        special = self.special.values()
         candidates = ("<|endoftext|>", self.named_tokens.get("bos_token"), self.named_tokens.get("eos_token"))
-        separators = [vocabulary[token] for token in candidates if token in special]
+        separators = [vocabulary[token] for token in candidates if token in self.special.values()]
         if not separators:
             raise ValueError("it has no special token <|endoftext|>, bos_token or eos_token; train it with "
                              "special_tokens=['<|endoftext|>']")
+        self.eot_token = separators[0]
         ends = np.ravel(read("generation_config.json").get("eos_token_id"))  # an id or a list: Llama 3.1 has three
-        ends = {*ends.tolist(), separators[0], separators[-1]}
-        self.eot_token, self.stop_ids = separators[0], ends & {*vocabulary.values()}
-        self.special_token = re.compile("|".join(map(re.escape, special)))
+        self.stop_ids = {*ends.tolist(), separators[0], separators[-1]} & {*vocabulary.values()}
+        self.special_token = re.compile("(" + "|".join(map(re.escape, self.special.values())) + ")")
         # whether the chat tokens would get the ids after its own, and each message the ids that it has in a whole text
         self.can_grow = (len(vocabulary) == self.n_vocab and '"prepend_scheme": "first"' not in content
                          and not vocabulary.keys() & {"<|system|>", "<|user|>", "<|assistant|>", "<|end|>"})
 
-        text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(special)
+        text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(self.special.values())
         ids = self.encode_ordinary(text)
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
         if not self.byte_level:  # SentencePiece's space, which Code Llama's special tokens spell
@@ -97,13 +97,12 @@ class HFTokenizer:
     def __reduce__(self):  # pickled, and hashed by the datasets library, as its files
         return HFTokenizer, (self.files,)
 
-    @functools.cached_property
-    def digest(self):
-        """Identifies the ids of plain text, however tokenizer.json spells its settings, unlike name."""
+    @property
+    def text_rules(self):
+        """What decides the ids of plain text, unlike name the same however tokenizer.json spells its settings."""
         content = json.loads(self.bpe.to_str())
         model = {key: value or None for key, value in content["model"].items()}  # a prefix may be "" or null
-        content = json.dumps([content["normalizer"], content["pre_tokenizer"], model], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return content["normalizer"], content["pre_tokenizer"], model
 
     def encode_with_offsets(self, text, special_as_text):
         """The ids of a text, with their offsets. special_as_text: text that spells a special token stays text."""
@@ -125,14 +124,14 @@ class HFTokenizer:
         if i in self.added:
             return token.encode()
         if self.byte_level:
-            return bytes(byte_of_letter()[c] for c in token)
+            return bytes(BYTE_OF_LETTER[letter] for letter in token)
         byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)  # SentencePiece's
         return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
 
     # -----------------------------------------------------------------------------
     # the chat template
 
-    @functools.cached_property
+    @cached_property
     def transformers_tokenizer(self):
         import transformers  # not at the top: it takes seconds
         return transformers.PreTrainedTokenizerFast(tokenizer_object=self.bpe, chat_template=self.chat_template,
@@ -146,19 +145,22 @@ class HFTokenizer:
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the model's chat template failed: {error}")
 
-    @functools.cached_property
+    @cached_property
     def end_token(self):
         """The id that ends an answer. Raises ValueError if the template has none, or writes today's date."""
         if "strftime_now" in str(self.chat_template) and "date_string" not in str(self.chat_template):
             raise ValueError("the model's chat template writes today's date; put a date in place of strftime_now(...)")
         answer = "the answer of the assistant"
-        text = self.apply_template([{"role": "user", "content": "a question"},
-                                    {"role": "assistant", "content": answer}])
-        place = text.rfind(answer)
-        end = self.special_token.search(text, place)
-        if place < 0 or not end:
+        _, found, rest = self.apply_template([{"role": "user", "content": "a question"},
+                                              {"role": "assistant", "content": answer}]).rpartition(answer)
+        end = self.special_token.search(rest)
+        if not (found and end):
             raise ValueError("the model's chat template rewrites an answer, or does not end it with a special token")
         return self.bpe.token_to_id(end[0])
+
+    def mask(self, text):
+        """The text with each special token in it replaced by as many characters that mean nothing."""
+        return self.special_token.sub(lambda found: "\ue000" * len(found[0]), text)
 
     def render_chat(self, messages, prompt=False):
         """
@@ -168,12 +170,10 @@ class HFTokenizer:
         token. Raises ValueError if the template refuses the messages, or changes anything but their thinking and
         surrounding white space.
         """
-        # a copy with the special tokens in messages masked, so that only the template's own are found
-        hidden = [{**message, "content": self.special_token.sub(lambda found: "\ue000" * len(found[0]),
-                                                                message["content"])} for message in messages]
+        # the outline has the special tokens in messages masked, so that only the template's own are found
+        hidden = [{**message, "content": self.mask(message["content"])} for message in messages]
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
-        if text != outline and (len(text) != len(outline)
-                                or any(b not in (a, "\ue000") for a, b in zip(text, outline))):
+        if self.mask(text) != self.mask(outline):
             raise ValueError("the model's chat template treats a message with a special token differently")
         place, answers = 0, []
         for i, message in enumerate(hidden):
@@ -197,28 +197,24 @@ class HFTokenizer:
             begins = self.apply_template(hidden[:-1], prompt=True)[-40:]
             raise ValueError("the model's chat template begins answers unlike its generation prompt, which ends with "
                              f"{begins!r}; answers must begin so, too, and the template must keep it")
-        ids, offsets = self.encode_template(text, outline)
-        special = [self.bpe.token_to_id(found[0]) for found in self.special_token.finditer(outline)]
+        encoding = self.encode_with_offsets(text, special_as_text=False)
+        ids, offsets = encoding.ids, encoding.offsets
+        if text != outline:
+            if self.encode_pieces(text, text)[0] != ids:
+                raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
+            ids, offsets = self.encode_pieces(text, outline)
+        special = [self.bpe.token_to_id(token) for token in self.special_token.findall(outline)]
         if [i for i in ids if i in self.special] != special:
             raise ValueError("the tokenizer finds other special tokens than the model's chat template writes")
         # a token of white space has no width here; the first token of an answer may take the space before it
         return ids, [any(start < ends and begins < end for start, end in answers) for begins, ends in offsets]
 
-    def encode_template(self, text, outline):
-        """The ids of a rendered text and where each begins and ends in it. outline: without typed special tokens."""
-        encoding = self.encode_with_offsets(text, special_as_text=False)
-        if text == outline:
-            return encoding.ids, encoding.offsets
-        if self.encode_pieces(text, text)[0] != encoding.ids:
-            raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
-        return self.encode_pieces(text, outline)
-
     def encode_pieces(self, text, outline):
-        """As encode_template, with special tokens only where they stand in the outline."""
-        special = [found.span() for found in self.special_token.finditer(outline)]
-        ids, offsets = [], []
-        for begins, ends in pairwise([0, *chain(*special), len(text)]):  # in turn text and a special token
-            encoding = self.encode_with_offsets(text[begins:ends], (begins, ends) not in special)
+        """The ids of a text and the place of each in it, with special tokens only where the outline has them."""
+        ids, offsets, place = [], [], 0
+        for i, piece in enumerate(self.special_token.split(outline)):  # in turn text and a special token
+            encoding = self.encode_with_offsets(text[place:place + len(piece)], special_as_text=i % 2 == 0)
             ids += encoding.ids
-            offsets += [(begins + a, begins + b) for a, b in encoding.offsets]
+            offsets += [(place + begins, place + ends) for begins, ends in encoding.offsets]
+            place += len(piece)
         return ids, offsets

@@ -22,26 +22,23 @@ def get_tokenizer(name):
     gpt2's vocabulary (1.5 MB) once and keeps it in TIKTOKEN_CACHE_DIR, by default data/tiktoken beside this file.
     Otherwise `name` is a Hugging Face folder, or what tokenizer_entry returned: returns its HFTokenizer.
     """
-    if name == "bytes":
-        return add_attributes(tiktoken.Encoding(
-            name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
-            mergeable_ranks={bytes([i]): i for i in range(256)}))
-    if name != "gpt2":
+    if name not in ("gpt2", "bytes"):
         where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
         with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
                                     "model of the hub, fetch it with hf download NAME --local-dir FOLDER)"):
             from hf_tokenizer import HFTokenizer, read_files  # not at the top: training does without it
             return HFTokenizer(read_files(name) if isinstance(name, str) else name)
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data/tiktoken"))
-    with one_line_errors("tokenizer='gpt2': its vocabulary could not be downloaded and is not in "
-                         + os.environ["TIKTOKEN_CACHE_DIR"], "set TIKTOKEN_CACHE_DIR to a folder that has it, or "
-                         "prepare the data with --tokenizer=bytes, which downloads nothing"):
-        return add_attributes(tiktoken.get_encoding(name))
-
-
-def add_attributes(encoding):
-    """Adds to a tiktoken.Encoding the attributes of an HFTokenizer that other files read. Returns it."""
-    encoding.files, encoding.chat_template, encoding.digest = None, None, encoding.name
+    if name == "bytes":
+        encoding = tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
+                                     mergeable_ranks={bytes([i]): i for i in range(256)})
+    else:
+        cache = os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data/tiktoken"))
+        with one_line_errors(f"tokenizer='gpt2': its vocabulary could not be downloaded and is not in {cache}",
+                             "set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the data with "
+                             "--tokenizer=bytes, which downloads nothing"):
+            encoding = tiktoken.get_encoding("gpt2")
+    # the attributes of an HFTokenizer that other files read
+    encoding.files, encoding.chat_template, encoding.text_rules = None, None, encoding.name
     encoding.special = encoding.stop_ids = {encoding.eot_token}
     encoding.can_grow = encoding.byte_level = True
     return encoding
@@ -62,7 +59,7 @@ def encode(tokenizer, text):
 
 def replace_surrogates(text):
     """A text with U+FFFD for each lone surrogate, which is not a character; JSON can contain one."""
-    return str.encode(text, "utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def count_ids(tokenizer):
@@ -85,7 +82,8 @@ def token_bytes(tokenizer):
     """The number of bytes of text each id stands for, 0 for special tokens and padding: (padded vocabulary,) int64."""
     sizes = np.zeros(padded_vocab_size(tokenizer), dtype=np.int64)
     for i in range(tokenizer.n_vocab):
-        sizes[i] = 0 if i in tokenizer.special else len(tokenizer.decode_single_token_bytes(i))
+        if i not in tokenizer.special:
+            sizes[i] = len(tokenizer.decode_single_token_bytes(i))
     return sizes
 
 
