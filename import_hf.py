@@ -11,10 +11,11 @@ import re
 from pathlib import Path
 
 import torch
+from torch.func import functional_call
 
 from configurator import one_line_errors
 from distributed import print0
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, MLA_SIZES
 from tokenizer import get_tokenizer, tokenizer_entry
 
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
@@ -35,9 +36,7 @@ HF_FIELDS = {  # model_type -> {transformers' name of a field: GPTConfig's}
              "n_embd": "n_embd", "n_inner": "intermediate_size"},
     "llama": LLAMA_FIELDS, "mistral": LLAMA_FIELDS, "qwen2": LLAMA_FIELDS, "qwen3": LLAMA_FIELDS,
     "deepseek_v3": {"first_k_dense_replace": "n_layer", **LLAMA_FIELDS,  # all layers are dense
-                    "kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank",
-                    "qk_nope_head_dim": "qk_nope_head_dim", "qk_rope_head_dim": "qk_rope_head_dim",
-                    "v_head_dim": "v_head_dim", "head_dim": "qk_rope_head_dim"},  # of the rotated part
+                    **dict(zip(MLA_SIZES, MLA_SIZES)), "head_dim": "qk_rope_head_dim"},  # of the rotated part
 }
 
 
@@ -125,21 +124,17 @@ def import_transformers(where=""):
 def compare_logits(hf_model, model, length):
     """
     Raises ValueError unless a transformers model and ours compute the same logits for `length` tokens, or as many as
-    they have positions. The logits of a barely trained model are too small to differ, so both heads are temporarily
-    scaled up, by a power of two.
+    they have positions. The logits of a barely trained model are too small to differ, so both models compute them with
+    a head that is scaled up.
     """
     idx = torch.arange(min(length, model.config.max_seq_len))[None] % model.config.vocab_size
-    heads = {head.data_ptr(): head for head in (hf_model.get_output_embeddings().weight, model.lm_head.weight)}
-    largest = model(idx).abs().max().clamp(min=1e-3)
+    largest = model(idx).abs().max()
     if not largest.isfinite():
         raise ValueError("its logits are not finite: its weights are broken")
-    scale = 2.0 ** max(0, round(math.log2(50 / largest)))
-    for head in heads.values():  # one, if the models share it
-        head *= scale
-    same = torch.allclose(hf_model(idx).logits, model(idx), rtol=1e-3, atol=1e-3)
-    for head in heads.values():
-        head /= scale
-    if not same:
+    scale = (50 / largest).clamp(1, 50_000)
+    theirs, ours = (functional_call(module, {"lm_head.weight": module.lm_head.weight * scale}, idx, tie_weights=False)
+                    for module in (hf_model, model))
+    if not torch.allclose(theirs.logits, ours, rtol=1e-3, atol=1e-3):
         raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
 
 
@@ -156,7 +151,7 @@ def read_weights(folder, config, dtype):
         names = sorted(name for name in names if "masked_bias" not in name)  # a constant that old versions saved
         if names:
             raise ValueError(f"its weights do not fit its config.json: {problem} {names}")
-    head, embedding = hf_model.get_output_embeddings().weight, hf_model.get_input_embeddings().weight
+    head, embedding = hf_model.lm_head.weight, hf_model.get_input_embeddings().weight
     if config.tied_head and head is not embedding and not torch.equal(head, embedding):
         raise ValueError("its config.json has tie_word_embeddings=True, but its weights have a separate head")
     with torch.device("meta"):  # no memory, until it shares that of hf_model
@@ -166,8 +161,7 @@ def read_weights(folder, config, dtype):
     compare_logits(hf_model, model.eval(), 64)
     weights = model.state_dict()
     narrow = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    exact = all(torch.equal(tensor.float(), weights[name]) for name, tensor in narrow.items())
-    return narrow if exact else weights
+    return narrow if all(torch.equal(narrow[name].float(), weights[name]) for name in weights) else weights
 
 
 def load_hf(path):
@@ -196,15 +190,15 @@ def load_hf(path):
         if name and not any(folder.glob("model*.safetensors")):
             raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
         hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config, run = config_from_hf(hf_config), folder / "run.json"
+        config = config_from_hf(hf_config)
         tokenizer = read_tokenizer(folder, config.vocab_size)
-        facts = {"tokenizer": tokenizer_entry(tokenizer), "stage": "chat" if tokenizer.chat_template else "base"}
-        if run.exists():
-            found = json.loads(run.read_bytes())
-            facts |= {key: found[key] for key in RUN_FACTS}
+        facts = {"stage": "chat" if tokenizer.chat_template else "base"}
+        if (folder / "run.json").exists():
+            run = json.loads((folder / "run.json").read_bytes())
+            facts = {key: run[key] for key in RUN_FACTS}
             facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
         weights = read_weights(folder, config, torch.bfloat16 if hf_config.dtype == torch.bfloat16 else torch.float32)
-        return convert_checkpoint(weights, config, path=str(path), **facts)
+        return convert_checkpoint(weights, config, path=str(path), tokenizer=tokenizer_entry(tokenizer), **facts)
 
 
 def read_tokenizer(folder, vocab_size):
@@ -245,9 +239,8 @@ def read_tokenizer(folder, vocab_size):
 def hub_name(path):
     """The name on the hub, owner/name, if a path does not exist and may be one (gpt2, ..., owner/name); else None."""
     name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
-    is_file = name.endswith((".pt", ".json", ".jsonl", ".parquet"))
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not is_file
-    return name if is_name and not Path(path).exists() else None
+    is_file = Path(path).exists() or name.endswith((".pt", ".json", ".jsonl", ".parquet"))
+    return name if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not is_file else None
 
 
 # -----------------------------------------------------------------------------
@@ -259,22 +252,21 @@ def convert_checkpoint(weights, gpt_config, **facts):
     rows: a row of zeros would have the logit 0, far above that of GPT-2's likeliest token, and would win the softmax.
     Any other vocabulary is padded to a multiple of 128 in the same way.
     """
-    padding = -gpt_config.vocab_size % 128
+    n_ids = gpt_config.vocab_size
+    padding = -n_ids % 128
     if padding:
-        print0(f"its vocabulary of {gpt_config.vocab_size} ids is padded to {gpt_config.vocab_size + padding}")
+        print0(f"its vocabulary of {n_ids} ids is padded to {n_ids + padding}")
         for name in ("transformer.wte.weight", "lm_head.weight"):
-            rows = weights[name]
-            weights[name] = torch.cat((rows, rows.mean(0).expand(padding, -1)))
-    model_args = {**vars(gpt_config), "vocab_size": gpt_config.vocab_size + padding}
-    return {"model": weights, "model_args": model_args, "stage": "base", "iter_num": 0,
-            "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
+            weights[name] = torch.cat((weights[name], weights[name].mean(0).expand(padding, -1)))
+    return {"model": weights, "model_args": {**vars(gpt_config), "vocab_size": n_ids + padding}, "stage": "base",
+            "iter_num": 0, "val_loss": math.nan, "val_iter": 0, "config": {}, **facts}
 
 
 def convert_nanogpt(checkpoint):
     """nanoGPT's ckpt.pt as load_checkpoint's dict. Its GELU is exact; with bias=False its biases are zero here."""
     args, iter_num = checkpoint["model_args"], checkpoint["iter_num"]
     tokenizer = VOCABULARIES.get(args["vocab_size"])
-    if tokenizer is None:
+    if not tokenizer:
         raise ValueError(f"its vocabulary has {args['vocab_size']} ids, expected 50257 or 50304 (gpt2) or 384 (bytes)")
     config = GPTConfig(gelu="exact", max_seq_len=args["block_size"],
                        **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")})
