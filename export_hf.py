@@ -26,7 +26,7 @@ from checkpoint import describe_model, load_model
 from import_hf import (LLAMA_NAMES, RUN_FACTS, compare_logits, config_from_hf, config_to_hf, convert_weights,
                        hub_name, import_transformers)
 from model import MLA_SIZES
-from tokenizer import END_OF_TEXT, count_ids, get_tokenizer
+from tokenizer import CHAT_TOKENS, END_OF_TEXT, count_ids, get_tokenizer
 
 # fields that training alone reads, or that to_hf multiplies out
 NOT_IN_EXPORTS = ("dropout", "embed_norm", "attention", *MLA_SIZES)
@@ -64,12 +64,11 @@ def mla_to_mha(weights, config):
 def build_hf_model(model, tokenizer, chat):
     """transformers' model with our weights. Exits with an error unless both compute the same logits."""
     config, fields, transformers = model.config, config_to_hf(model.config), import_transformers()
-    eot = tokenizer.eot_token
     own = json.loads((tokenizer.files or {}).get("generation_config.json", "{}"))
-    bos, pad = (own.get(name) if own.get(name) in range(config.vocab_size) else eot
+    bos, pad = (own.get(name) if own.get(name) in range(config.vocab_size) else tokenizer.eot_token
                 for name in ("bos_token_id", "pad_token_id"))
-    ends = [chat_tokens(tokenizer)["end"]] if chat else []
-    ends = [*dict.fromkeys([*ends, *tokenizer.stop_ids])]
+    end = {chat_tokens(tokenizer)["end"]} if chat else set()
+    ends = [*end, *tokenizer.stop_ids - end]
     print("comparing logits with transformers ...")
     with one_line_errors("", "if you changed model.py, describe the change in config_to_hf"):
         hf_config = transformers.AutoConfig.for_model(**fields, bos_token_id=bos,
@@ -84,7 +83,7 @@ def build_hf_model(model, tokenizer, chat):
     known = count_ids(tokenizer) if chat else tokenizer.n_vocab
     hf_model.generation_config.update(
         **{name: own[name] for name in kept if name in own}, bos_token_id=bos, eos_token_id=hf_config.eos_token_id,
-        # not in the model's own config, where it would keep transformers from training this token's embedding
+        # not in the model's config, where it would keep transformers from training this token's embedding
         pad_token_id=pad,
         suppress_tokens=[*range(known, config.vocab_size)])  # the model was never trained to write these
     return hf_model
@@ -100,16 +99,16 @@ def tokenizer_to_hf(tokenizer):
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer  # splits text as GPT-2 does; transformers depends on it
     from hf_tokenizer import BYTE_OF_LETTER
-    if not tokenizer.files:  # gpt2 or bytes
+    if tokenizer.files:
+        hf_tokenizer = Tokenizer.from_str(tokenizer.files["tokenizer.json"])
+    else:  # gpt2 or bytes
         letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
         vocab = {"".join(letters[byte] for byte in token): i for token, i in tokenizer._mergeable_ranks.items()}
         merges = [(token[:i], token[i:]) for token in vocab for i in range(1, len(token))
                   if token[:i] in vocab and token[i:] in vocab]
         hf_tokenizer = ByteLevelBPETokenizer(vocab, merges)
         hf_tokenizer.add_special_tokens([END_OF_TEXT])
-    else:
-        hf_tokenizer = Tokenizer.from_str(tokenizer.files["tokenizer.json"])
-    hf_tokenizer.add_special_tokens([f"<|{name}|>" for name in chat_tokens(tokenizer)])
+    hf_tokenizer.add_special_tokens([f"<|{name}|>" for name in CHAT_TOKENS])
     return hf_tokenizer
 
 
@@ -219,8 +218,7 @@ such text from untrusted input.
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes a Hugging Face folder. checkpoint: any path that load_checkpoint takes."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # after a full disk
-    if any(folder.glob("*")) and not (overwrite and is_export):
+    if any(folder.glob("*")) and not (overwrite and run.exists() and b"val_loss" in run.read_bytes()):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or --overwrite=True if it holds an export")
     model, loaded = load_model(checkpoint, "cpu")
     source = loaded["lora"]["absolute"] if "lora" in loaded else checkpoint
@@ -239,9 +237,8 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for pattern in ("model.safetensors*", *FILES):
-            for file in folder.glob(pattern):
-                file.unlink()
+        for name in ("model.safetensors", "model.safetensors.index.json", *FILES):
+            (folder / name).unlink(missing_ok=True)
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),

@@ -25,12 +25,11 @@ BYTE_OF_LETTER = dict(zip(LETTERS, sorted(range(256), key=lambda byte: chr(byte)
 
 def read_files(folder):
     """
-    {name: text} of a folder's tokenizer. Raises FileNotFoundError if there is no tokenizer.json. Ids that
-    generation_config.json lacks are taken from config.json. (transformers does so only if the whole file is missing.)
+    {name: text} of those FILES that a folder has. Ids that generation_config.json lacks are taken from config.json.
+    (transformers does so only if the whole file is missing.)
     """
     folder = Path(folder)
-    files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES
-             if name == "tokenizer.json" or (folder / name).exists()}
+    files = {name: (folder / name).read_text(encoding="utf-8") for name in FILES if (folder / name).exists()}
     if (folder / "config.json").exists():
         config = json.loads((folder / "config.json").read_bytes())
         generation = json.loads(files.get("generation_config.json", "{}"))
@@ -51,6 +50,8 @@ class HFTokenizer:
         def read(name):
             return json.loads(files.get(name, "{}"))
 
+        if "tokenizer.json" not in files:
+            raise ValueError("it has no tokenizer.json")
         self.files = {name: files[name] for name in FILES if name in files}  # no other files: export would write them
         content = read("tokenizer.json")  # plain-text ids depend on the parts below, not on added tokens
         content = json.dumps([content.get(key) for key in ("normalizer", "pre_tokenizer", "model")])
@@ -88,9 +89,9 @@ class HFTokenizer:
         text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12" + "".join(self.special.values())
         ids = self.encode_ordinary(text)
         decoded = b"".join(map(self.decode_single_token_bytes, ids)).decode(errors="replace").removeprefix(" ")
-        if not self.byte_level:  # SentencePiece's space, which Code Llama's special tokens spell
-            text, decoded = text.replace("\u2581", " "), decoded.replace("\u2581", " ")
-        if decoded != text or self.special.keys() & ids or getattr(self.bpe.model, "dropout", None):
+        # \u2581 is SentencePiece's space, and Code Llama's special tokens spell it
+        if (decoded.replace("\u2581", " ") != text.replace("\u2581", " ") or self.special.keys() & ids
+                or getattr(self.bpe.model, "dropout", None)):
             raise ValueError("its ids do not reliably decode to the text that they encode (give it a ByteLevel "
                              "pre-tokenizer and decoder, without a normalizer), or they spell special tokens")
 

@@ -138,10 +138,10 @@ def compare_logits(hf_model, model, length):
         raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
 
 
-def read_weights(folder, config, dtype):
+def read_weights(folder, config):
     """
-    The weights in a Hugging Face folder as a GPT's state dict, in `dtype` if it holds them exactly, else in float32.
-    Raises ValueError if they are not those that config.json describes.
+    The weights in a Hugging Face folder as a GPT's state dict, in bfloat16 if it holds all of them exactly, else in
+    float32. Raises ValueError if they are not those that config.json describes.
     """
     import transformers
     hf_model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -160,15 +160,16 @@ def read_weights(folder, config, dtype):
     model.load_state_dict(convert_weights(hf_model.state_dict(), config, to_ours), assign=True)
     compare_logits(hf_model, model.eval(), 64)
     weights = model.state_dict()
-    narrow = {name: tensor.to(dtype) for name, tensor in weights.items()}
-    return narrow if all(torch.equal(narrow[name].float(), weights[name]) for name in weights) else weights
+    if all(torch.equal(tensor.bfloat16().float(), tensor) for tensor in weights.values()):
+        return {name: tensor.bfloat16() for name, tensor in weights.items()}
+    return weights
 
 
 def load_hf(path):
     """
-    load_checkpoint's dict for a Hugging Face folder, or for a model on the hub. bfloat16 weights stay bfloat16. A
-    model with a chat template counts as a chat model. A folder that export_hf.py wrote has the facts about its run in
-    run.json. Exits with an error if path is neither, or if model.py computes something other than transformers.
+    load_checkpoint's dict for a Hugging Face folder, or for a model on the hub. A model with a chat template counts as
+    a chat model. A folder that export_hf.py wrote has the facts about its run in run.json. Exits with an error if path
+    is neither, or if model.py computes something other than transformers.
     """
     transformers = import_transformers(f"{path}: holds no ckpt.pt; if it is a Hugging Face model")
     folder, name = path, hub_name(path)
@@ -189,16 +190,15 @@ def load_hf(path):
             raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
         if name and not any(folder.glob("model*.safetensors")):
             raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
-        hf_config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config = config_from_hf(hf_config)
+        config = config_from_hf(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
         tokenizer = read_tokenizer(folder, config.vocab_size)
         facts = {"stage": "chat" if tokenizer.chat_template else "base"}
         if (folder / "run.json").exists():
             run = json.loads((folder / "run.json").read_bytes())
             facts = {key: run[key] for key in RUN_FACTS}
             facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
-        weights = read_weights(folder, config, torch.bfloat16 if hf_config.dtype == torch.bfloat16 else torch.float32)
-        return convert_checkpoint(weights, config, path=str(path), tokenizer=tokenizer_entry(tokenizer), **facts)
+        return convert_checkpoint(read_weights(folder, config), config, path=str(path),
+                                  tokenizer=tokenizer_entry(tokenizer), **facts)
 
 
 def read_tokenizer(folder, vocab_size):
@@ -208,29 +208,29 @@ def read_tokenizer(folder, vocab_size):
     kind if it has none.
     """
     from hf_tokenizer import HFTokenizer, read_files  # not at the top: it needs tokenizers
+    files = read_files(folder)
     ours = get_tokenizer(VOCABULARIES[vocab_size]) if vocab_size in VOCABULARIES else None
-    if not (folder / "tokenizer.json").exists():
+    if "tokenizer.json" not in files:
         if not ours:
             raise ValueError("No such file: tokenizer.json; transformers writes it with "
                              "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)")
-        vocabulary, settings = folder / "vocab.json", folder / "tokenizer_config.json"
+        vocabulary = folder / "vocab.json"
         if vocabulary.exists() and json.loads(vocabulary.read_bytes()).get("\u0120the") != 262:  # " the" in GPT-2's
             raise ValueError("its vocab.json is not GPT-2's; add the tokenizer.json that transformers writes")
-        if ((folder / "chat_template.jinja").exists()
-                or settings.exists() and json.loads(settings.read_bytes()).get("chat_template")):
+        if "chat_template.jinja" in files or json.loads(files.get("tokenizer_config.json", "{}")).get("chat_template"):
             raise ValueError("it has a chat template, but no tokenizer.json; add the one that transformers writes")
         return ours
-    tokenizer = HFTokenizer(read_files(folder))
+    tokenizer = HFTokenizer(files)
     # export_hf.py wrote run.json; but it may have kept the template of a model that came from elsewhere
     our_format = not tokenizer.chat_template or (folder / "run.json").exists() and "<|end|>" in tokenizer.chat_template
     if ours and our_format and all(
             tokenizer.decode_single_token_bytes(i) == ours.decode_single_token_bytes(i) for i in range(ours.n_vocab)):
         return ours
     if tokenizer.n_vocab > vocab_size:  # with a padding token, say, that was added without a row of the embedding
-        content = json.loads(tokenizer.files["tokenizer.json"])
+        content = json.loads(files["tokenizer.json"])
         content["added_tokens"] = [token for token in content["added_tokens"]
                                    if token["id"] < vocab_size or not token["special"]]
-        tokenizer = HFTokenizer({**tokenizer.files, "tokenizer.json": json.dumps(content, ensure_ascii=False)})
+        tokenizer = HFTokenizer({**files, "tokenizer.json": json.dumps(content, ensure_ascii=False)})
     if tokenizer.n_vocab > vocab_size:
         raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model only {vocab_size}")
     return tokenizer
