@@ -176,6 +176,8 @@ class HFTokenizer:
         text, outline = (self.apply_template(version, prompt) for version in (messages, hidden))
         if self.mask(text) != self.mask(outline):
             raise ValueError("the model's chat template treats a message with a special token differently")
+
+        # find each message in the outline, after the one before it, and where each answer begins and ends
         place, answers = 0, []
         for i, message in enumerate(hidden):
             is_answer = (message["role"] == "assistant" and not prompt
@@ -198,13 +200,14 @@ class HFTokenizer:
             begins = self.apply_template(hidden[:-1], prompt=True)[-40:]
             raise ValueError("the model's chat template begins answers unlike its generation prompt, which ends with "
                              f"{begins!r}; answers must begin so, too, and the template must keep it")
+
         encoding = self.encode_with_offsets(text, special_as_text=False)
         ids, offsets = encoding.ids, encoding.offsets
         if text != outline:
             if self.encode_pieces(text, text)[0] != ids:
                 raise ValueError("a message spells a special token, which this tokenizer cannot encode as text")
             ids, offsets = self.encode_pieces(text, outline)
-        special = [self.bpe.token_to_id(token) for token in self.special_token.findall(outline)]
+        special = [*map(self.bpe.token_to_id, self.special_token.findall(outline))]
         if [i for i in ids if i in self.special] != special:
             raise ValueError("the tokenizer finds other special tokens than the model's chat template writes")
         # a token of white space has no width here; the first token of an answer may take the space before it
