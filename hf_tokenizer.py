@@ -150,7 +150,7 @@ class HFTokenizer:
     def end_token(self):
         """The id that ends an answer. Raises ValueError if the template has none, or writes today's date."""
         if "strftime_now" in str(self.chat_template) and "date_string" not in str(self.chat_template):
-            raise ValueError("the model's chat template writes today's date; put a date in place of strftime_now(...)")
+            raise ValueError("the model's chat template writes today's date; replace strftime_now(...) with a date")
         answer = "the answer of the assistant"
         _, found, rest = self.apply_template([{"role": "user", "content": "a question"},
                                               {"role": "assistant", "content": answer}]).rpartition(answer)
