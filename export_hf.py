@@ -218,7 +218,8 @@ such text from untrusted input.
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes a Hugging Face folder. checkpoint: any path that load_checkpoint takes."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    if any(folder.glob("*")) and not (overwrite and run.exists() and b"val_loss" in run.read_bytes()):
+    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # after a full disk
+    if any(folder.glob("*")) and not (overwrite and is_export):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or --overwrite=True if it holds an export")
     model, loaded = load_model(checkpoint, "cpu")
     source = loaded["lora"]["absolute"] if "lora" in loaded else checkpoint
@@ -237,8 +238,9 @@ def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     with one_line_errors(f"--out_dir={out_dir}"):
         folder.mkdir(parents=True, exist_ok=True)
         # the weights are removed first and written last: a half-written folder does not open
-        for name in ("model.safetensors", "model.safetensors.index.json", *FILES):
-            (folder / name).unlink(missing_ok=True)
+        for pattern in ("model.safetensors*", *FILES):
+            for file in folder.glob(pattern):
+                file.unlink()
         run.write_text(json.dumps({key: loaded[key] for key in RUN_FACTS}, indent=1))
         write_tokenizer(tokenizer, chat, model.config.max_seq_len, folder)
         (folder / "README.md").write_text(model_card(folder.resolve().name, loaded, tokenizer, fault, hf_model),
