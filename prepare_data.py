@@ -21,7 +21,6 @@ folder and does not change those in it. Memory holds two copies of a shard and a
 is; only .txt files and JSON lists are read whole.
 """
 import glob
-import gzip
 import io
 import json
 import os
@@ -58,7 +57,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
         paths = sorted({path for pattern in map(str.strip, files.split(","))
                         for path in glob.glob(pattern, recursive=True) or [pattern]})
         kinds = {*map(kind_of, paths)}
-        if len(kinds) > 1 or not kinds < {*KINDS}:
+        if len(kinds) > 1 or not kinds <= {*KINDS}:
             raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
         return {"files": [[path, os.path.getsize(path)] for path in paths]}
     if dataset == "python":
@@ -74,10 +73,9 @@ def kind_of(path):
 
 def open_file(path):
     """A file in binary, decompressed if it ends in .gz or .zst. Raises an error where a compressed file is cut off."""
-    if path.endswith(".zst"):
-        import pyarrow  # not at the top: --help need not wait for it
-        return io.BufferedReader(pyarrow.CompressedInputStream(open(path, "rb"), "zstd"))
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+    import pyarrow  # not at the top: --help need not wait for it
+    compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(path).suffix)
+    return io.BufferedReader(pyarrow.input_stream(open(path, "rb"), compression))
 
 
 def is_json_list(file):
@@ -85,44 +83,43 @@ def is_json_list(file):
     return file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
 
 
-def read_file(path, column):
-    """Yields the documents of a local file; where a row of JSON, other than the first, has no such column, None."""
+def read_rows(path, column):
+    """Yields the rows of a local file as dicts. Of a parquet file they have no other column, if it has this one."""
     if kind_of(path) == ".parquet":
         import pyarrow.parquet
         with pyarrow.parquet.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                raise ValueError(f"its columns are {file.schema_arrow.names}, expected {column!r} among them")
-            for batch in file.iter_batches(1000, columns=[column]):
-                yield from batch.column(0).to_pylist()
+            columns = [column] if column in file.schema_arrow.names else None
+            for batch in file.iter_batches(1000, columns=columns):
+                yield from batch.to_pylist()
         return
     with open_file(path) as file:
         if kind_of(path) == ".txt":
-            yield io.TextIOWrapper(file, "utf-8").read()
-            return
-        for i, row in enumerate(json.load(file) if is_json_list(file) else parse_lines(file)):
-            if not isinstance(row, dict):
-                raise ValueError(f"its row {i + 1} is {row!r:.60}, expected an object")
-            if i == 0 and column not in row:
-                raise ValueError(f"the keys of its first row are {[*row]}, expected {column!r} among them")
-            yield row.get(column)
+            yield {column: io.TextIOWrapper(file, "utf-8").read()}
+        elif is_json_list(file):
+            yield from json.load(file)
+        else:
+            for i, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:
+                        raise ValueError(f"line {i}: {format_error(error)}")
+                    yield row
 
 
-def parse_lines(file):
-    """Yields the values of a file with JSON on each line, except blank ones. An error names the line."""
-    for i, line in enumerate(file, 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {i}: {format_error(error)}")
-            yield row
-
-
-def read_documents(paths, column):
-    """Yields {column: document} for each document of local files. An error names the file at fault."""
-    for path in paths:
+def read_documents(files, column):
+    """
+    Yields {column: document} for each row of the files of find_source. The document is None if the row has no such column, but the
+    first row of each file must have it. An error names the file.
+    """
+    for path, _ in files:
         try:
-            yield from ({column: document} for document in read_file(path, column))
+            for i, row in enumerate(read_rows(path, column)):
+                if not isinstance(row, dict):
+                    raise ValueError(f"its row {i + 1} is {row!r:.60}, expected an object")
+                if i == 0 and column not in row:
+                    raise ValueError(f"the keys of its first row are {[*row]}, expected {column!r} among them")
+                yield {column: row.get(column)}
         except Exception as error:
             advice = "; convert it to UTF-8" if isinstance(error, UnicodeDecodeError) else ""
             raise ValueError(f"{path}: {format_error(error)}{advice}")
@@ -139,7 +136,7 @@ def read_batches(source, column, state):
         data = datasets.load_dataset(source["dataset"], source["config"], split=source["split"], streaming=True)
     elif "files" in source:
         data = datasets.IterableDataset.from_generator(  # which resumes at the file that it was reading
-            read_documents, gen_kwargs={"paths": [path for path, _ in source["files"]], "column": column})
+            read_documents, gen_kwargs={"files": source["files"], "column": column})
     else:
         data = datasets.IterableDataset.from_generator(python_files)
     data = data.select_columns(column)
@@ -163,12 +160,12 @@ def tokenize(tokenizer, documents):
     skipped if they are empty, not text, or refused by tiktoken, which does not encode about a million consecutive
     spaces.
     """
-    eot, pieces = np.array([tokenizer.eot_token], dtype=np.uint32), []
+    pieces = []
     for text in documents:
         with suppress(ValueError):  # tiktoken's
             if text and isinstance(text, str):
-                pieces += [eot, encode(tokenizer, text)]
-    tokens, kept = np.concatenate([eot[:0], *pieces]).astype(token_dtype(tokenizer)), len(pieces) // 2
+                pieces += [[tokenizer.eot_token], encode(tokenizer, text)]
+    tokens, kept = np.concatenate(pieces or [[]], dtype=token_dtype(tokenizer), casting="unsafe"), len(pieces) // 2
     return tokens, {"documents": kept, "documents skipped": len(documents) - kept, "tokens": len(tokens),
                     "bytes": int(token_bytes(tokenizer)[tokens].sum())}
 
@@ -217,40 +214,41 @@ def read_progress(folder, recipe):
         raise ValueError("holds a meta.json that prepare_data.py did not write")
     counts = {"documents": 0, "documents skipped": 0, "tokens": 0, "bytes": 0, "train shards": 0, "exhausted": False}
     if not any(folder.glob("*.bin")):
-        return {**recipe, **counts, "state": None}
-    meta = json.loads(path.read_text())
+        return {**recipe, **counts, "shards": {}, "state": None}
+    meta = {"shards": {}, **json.loads(path.read_text())}
     for key, value in recipe.items():
         if meta.get(key, value) != value:  # an earlier version wrote fewer keys
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
-    for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
-        read_shard(folder / name, meta.get("shards", {}).get(name))
+    for name, recorded in meta["shards"].items():
+        read_shard(folder / name, recorded)
     (folder / f"train_{meta['train shards']:06d}.bin").unlink(missing_ok=True)  # written just before a kill
-    for key in counts:
-        if not isinstance(meta[key], int):
-            raise ValueError(f"its meta.json is damaged: {key} is {meta[key]!r}")
+    if not all(isinstance(meta[key], int) for key in counts):
+        raise ValueError("its meta.json is damaged")
     if "files" in recipe["source"] and "previous_state" in str(meta.get("state")):
         del meta["state"]  # an earlier version read files with another reader
     return meta
 
 
-def write_shard(folder, tokens, meta):
+def write_shard(folder, pieces, meta):
     """Write the next training shard, and meta.json. The first val_tokens overall become the validation shard."""
-    names, shards = [f"train_{meta['train shards']:06d}.bin"], [tokens]
+    tokens = np.concatenate(pieces)
+    shards = {f"train_{meta['train shards']:06d}.bin": tokens}
     if meta["train shards"] == 0:
-        names, shards = ["val_000000.bin", *names], np.split(tokens, [meta["val_tokens"]])
-    for name, shard in zip(names, shards):
+        val, train = np.split(tokens, [meta["val_tokens"]])
+        shards = {"val_000000.bin": val, "train_000000.bin": train}
+    for name, shard in shards.items():
         write_atomically(folder / name, shard_header(len(shard), shard.dtype.str), shard)
-        meta.setdefault("shards", {})[name] = zlib.crc32(shard), (folder / name).stat().st_mtime_ns
+        meta["shards"][name] = zlib.crc32(shard), (folder / name).stat().st_mtime_ns
     meta["train shards"] += 1
     write_meta(folder, meta)
 
 
 def write_shards(folder, batches, max_tokens, meta):
     """Write batches of tokens as shards until there are max_tokens, or no more batches. Keeps meta up to date."""
-    shard, begin = [], max(meta["tokens"], meta["val_tokens"])  # the next one's arrays; tokens before it
+    pieces, begin = [], max(meta["tokens"], meta["val_tokens"])  # of the next shard; tokens before it
     with tqdm(total=max_tokens, initial=meta["tokens"], unit="tok", unit_scale=True) as bar:
         for tokens, counts, state in batches:
-            shard.append(tokens)
+            pieces.append(tokens)
             for name in counts:
                 meta[name] += counts[name]
             meta["state"] = state
@@ -258,12 +256,34 @@ def write_shards(folder, batches, max_tokens, meta):
             if max_tokens and meta["tokens"] >= max_tokens:
                 break
             if meta["tokens"] >= begin + meta["shard_size"]:
-                write_shard(folder, np.concatenate(shard), meta)
-                shard, begin = [], meta["tokens"]
+                write_shard(folder, pieces, meta)
+                pieces, begin = [], meta["tokens"]
         else:
             meta["exhausted"] = True
     if meta["tokens"] > begin:
-        write_shard(folder, np.concatenate(shard), meta)
+        write_shard(folder, pieces, meta)
+
+
+def write_tokenizer(folder, tokenizer):
+    """Write the files of a Hugging Face tokenizer, and remove those of an earlier one."""
+    from hf_tokenizer import FILES  # not at the top: gpt2 and bytes do without it
+    folder.mkdir(exist_ok=True)
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name, text in tokenizer.files.items():
+        write_atomically(folder / name, text.encode())
+
+
+def write_chats(folder):
+    """Write chat.jsonl, questions about the standard library with their answers, and tasks/ with others to test."""
+    print(f"{folder}/chat.jsonl: writing questions and answers, and others to test with in {folder}/tasks ...")
+    chats = [*python_conversations()]
+    for task, questions in ("sums", sum_questions()), ("letters", letter_questions()):
+        test, train = hold_out(questions)
+        (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / "tasks" / task / "test.jsonl", test)
+        chats += [conversation(**row) for row in train]
+    write_jsonl(folder / "chat.jsonl", chats)
 
 
 if __name__ == "__main__":
@@ -281,23 +301,22 @@ if __name__ == "__main__":
     _, overrides = configure(globals())
 
     # what to read, and what all runs in a folder must agree on
-    source_flag = f"--dataset={dataset}" if files is None else f"--files={files}"
-    if files is not None and overrides.keys() & {"dataset", "dataset_config", "dataset_split"}:
+    source_flag = f"--files={files}" if files else f"--dataset={dataset}"
+    if files and overrides.keys() & {"dataset", "dataset_config", "dataset_split"}:
         fail(f"{source_flag}: local files are read instead of a data set; leave out --dataset, --dataset_config and "
              "--dataset_split, or --files")
     with one_line_errors(source_flag, f"expected files of one kind, {', '.join(KINDS)}, the last three "
                          "optionally compressed (.gz or .zst)"):
         source = find_source(files, dataset, dataset_config, dataset_split)
-    encoding = get_tokenizer(("bytes" if dataset == "python" else "gpt2") if tokenizer is None else tokenizer)
+    encoding = get_tokenizer(tokenizer or ("bytes" if dataset == "python" else "gpt2"))
     n_bytes = sum(size for _, size in source.get("files", ()))
     tenth = n_bytes // (10 if encoding.name == "bytes" else 40)  # other tokens are some 4 bytes
     recipe = {"tokenizer": encoding.name, "vocab_size": padded_vocab_size(encoding), "beginning": encoding.eot_token,
-              "source": source,
-              "text_column": text_column, "val_tokens": val_tokens or min(2 ** 20, tenth or 2 ** 20),
-              "shard_size": shard_size}
+              "source": source, "text_column": text_column, "shard_size": shard_size,
+              "val_tokens": val_tokens or min(2 ** 20, tenth) or 2 ** 20}
 
     # what earlier runs left in the folder
-    folder = Path(data_dir or f"data/{Path(dataset).name if files is None else 'files'}")
+    folder = Path(data_dir or f"data/{'files' if files else Path(dataset).name}")
     with one_line_errors(f"--data_dir={folder}", "if another run is writing to it, wait for it to finish; else give "
                          "another --data_dir, or remove the folder if you do not need its shards"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -312,48 +331,33 @@ if __name__ == "__main__":
              "to them; train on them as they are, or give another --data_dir")
     else:
         with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "the same command resumes "
-                             "after the complete shards" + ("; if you have to fix or leave out a file, give another "
-                             "--data_dir" if files else ""), (Exception, KeyboardInterrupt)):
+                             "after the complete shards; if you have to fix or leave out a file, give another "
+                             "--data_dir", (Exception, KeyboardInterrupt)):
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
             if encoding.files:
-                from hf_tokenizer import FILES  # not at the top: gpt2 and bytes do without it
-                (folder / "tokenizer").mkdir(exist_ok=True)
-                for name in FILES:
-                    if name in encoding.files:
-                        write_atomically(folder / "tokenizer" / name, encoding.files[name].encode())
-                    else:  # that of an earlier preparation
-                        (folder / "tokenizer" / name).unlink(missing_ok=True)
+                write_tokenizer(folder / "tokenizer", encoding)
             batches = read_batches(source, text_column, meta["state"])
             write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
-    summary = (f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {meta['bytes']:,} bytes, "
-               f"{meta['documents skipped']:,} documents skipped")
+    summary = ("{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {documents skipped:,} documents skipped"
+               .format(**meta))
     if meta["train shards"] == 0:
-        default = "" if val_tokens else ", the default"
-        fail(f"--val_tokens={recipe['val_tokens']}{default}: leaves nothing to train on of {source_flag}, only "
-             f"{summary} (empty, not text, or refused by tiktoken); lower it, or give more text or a larger "
-             "--max_tokens")
-
-    # what to do with them
-    chat_path = folder / "chat.jsonl"
-    if dataset == "python" and not chat_path.exists():
-        print(f"{chat_path}: writing questions and answers, and others to test with in {folder}/tasks ...", flush=True)
-        chats = [*python_conversations()]
-        for task, questions in ("sums", sum_questions()), ("letters", letter_questions()):
-            test, train = hold_out(questions)
-            (folder / "tasks" / task).mkdir(parents=True, exist_ok=True)
-            write_jsonl(folder / "tasks" / task / "test.jsonl", test)
-            chats += [conversation(**row) for row in train]
-        write_jsonl(chat_path, chats)
+        fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on of {source_flag}, only {summary} (empty, "
+             "not text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
+    if dataset == "python" and not (folder / "chat.jsonl").exists():
+        write_chats(folder)
     meta["finished"] = True
     write_meta(folder, meta)
-    out_dir = [] if dataset == "python" else [f"--out_dir=out-{folder.resolve().name}"]
-    share = recipe["val_tokens"] / meta["tokens"]
-    print(f"{folder}: {summary}\n"
-          f"the first {recipe['val_tokens']:,} tokens ({share:.0%}) are for validation; train on the rest:\n"
-          f"python train_gpt2.py {'config/quickstart.py ' if encoding.name == 'bytes' else ''}"
-          + shlex.join([f"--data_dir={folder}", *out_dir]))
+
+    # what to do with them
+    command = ["python", "train_gpt2.py", f"--data_dir={folder}"]
+    if encoding.name == "bytes":
+        command.insert(2, "config/quickstart.py")
+    if dataset != "python":
+        command.append(f"--out_dir=out-{folder.resolve().name}")
+    print(f"{folder}: {summary}\nthe first {recipe['val_tokens']:,} tokens ({recipe['val_tokens'] / meta['tokens']:.0%}) "
+          f"are for validation; train on the rest:\n{shlex.join(command)}")
     if meta["bytes"] < 50e6 and encoding.name == "gpt2":
         print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
               "--tokenizer=bytes")
