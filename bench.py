@@ -32,7 +32,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distributed import init_process
 from machine import describe_machine, peak_memory_mb
-from shards import shard_header
 
 TRAIN = Path(__file__).resolve().parent / "train_gpt2.py"
 
@@ -48,10 +47,10 @@ def run_script(path, argv):
 def time_ours(argv, folder):
     with redirect_stdout(sys.stderr):
         run_script(TRAIN, argv)
-    entries = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
+    start, *entries = [json.loads(line) for line in open(f"{folder}/out/log.jsonl")]
     steps = [entry for entry in entries if "tok_per_sec" in entry][1:]
-    return {**{name: statistics.median(step[name] for step in steps) for name in ("tok_per_sec", "ms", "mfu")},
-            "peak_mem_mb": steps[-1]["peak_mem_mb"], "compile_s": entries[0]["compile_seconds"]}
+    result = {name: statistics.median(step[name] for step in steps) for name in ("tok_per_sec", "ms", "mfu")}
+    return {**result, "peak_mem_mb": steps[-1]["peak_mem_mb"], "compile_s": start["compile_seconds"]}
 
 
 def time_nanogpt(script, argv, device):
@@ -92,22 +91,17 @@ if __name__ == "__main__":
         fail(f"--flags={flags}: with --nanogpt write --name=value; only this form sets nanoGPT's size, too")
     if re.search(r"--(out_dir|overwrite)\b", flags):
         fail(f"--flags={flags}: leave out --out_dir and --overwrite; the runs are in a temporary folder")
-    torch_device = init_process(device)
-    sizes = flags.split()
+    torch_device, sizes = init_process(device), flags.split()
     if torch_device.type == "cpu" and not any(word.endswith(".py") for word in sizes):  # a config file has sizes
         sizes = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--max_seq_len=256", *sizes]  # the last of two wins
     print(", ".join(f"{key} {value}" for key, value in describe_machine(torch_device).items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # the first round compiles everything
-        # random tokens, as our shards and as nanoGPT's train.bin and val.bin
-        tokens = np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype="<u2").tobytes()
-        Path(folder, "data").mkdir()
-        for split in ("train", "val"):
-            Path(folder, "data", f"{split}_000000.bin").write_bytes(shard_header(2_000_000) + tokens)
-            Path(folder, f"{split}.bin").write_bytes(tokens)
+        for split in ("train", "val"):  # random tokens in nanoGPT's format, which train_gpt2.py reads, too
+            np.random.default_rng(0).integers(0, 50257, 2_000_000, dtype="<u2").tofile(f"{folder}/{split}.bin")
         common = ["--gradient_accumulation_steps=1", "--eval_iters=1", "--log_interval=1", f"--device={torch_device}",
                   f"--compile={compile}", f"--out_dir={folder}/out"]
-        ours = [*common, "--sample_tokens=0", "--warmup_iters=0", "--overwrite=True", f"--data_dir={folder}/data",
+        ours = [*common, "--sample_tokens=0", "--warmup_iters=0", "--overwrite=True", f"--data_dir={folder}",
                 "--init_from=scratch", *sizes]
         if profile:
             profile_steps(ours, steps, torch_device)
@@ -117,15 +111,15 @@ if __name__ == "__main__":
         jobs = {}  # in the order of their turns: a function and its arguments
         if nanogpt:
             theirs = [size.replace("max_seq_len", "block_size") for size in sizes
-                      if size.startswith(("--n_layer=", "--n_head=", "--n_embd=", "--max_seq_len=", "--batch_size="))]
+                      if re.match("--(n_layer|n_head|n_embd|max_seq_len|batch_size)=", size)]
             theirs = [*common, "--batch_size=16", *theirs, f"--max_iters={steps}", f"--dataset={folder}"]
-            jobs["nanoGPT"] = time_nanogpt, (nanogpt_script, theirs, torch_device)
-        jobs["train_gpt2.py"] = time_ours, ([*ours, f"--max_iters={steps + 1}"], folder)
+            jobs["nanoGPT"] = time_nanogpt, nanogpt_script, theirs, torch_device
+        jobs["train_gpt2.py"] = time_ours, [*ours, f"--max_iters={steps + 1}"], folder
         for i in range(rounds):
-            for name, (function, arguments) in jobs.items():
+            for name, job in jobs.items():
                 print(f"round {i + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
                 with ProcessPoolExecutor(1, spawn) as process:  # a new one for each measurement
-                    rows[name].append(process.submit(function, *arguments).result())
+                    rows[name].append(process.submit(*job).result())
         for name, measured in rows.items():
             # the first round compiles, the others find its code in the cache
             medians = {key: (max if key == "compile_s" else statistics.median)(row[key] for row in measured)

@@ -53,7 +53,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
     Returns the source as meta.json records it: files, a data set of the hub, or python. Raises an error if a file is
     missing, or if the files are not of one kind.
     """
-    if files is not None:
+    if files:
         paths = sorted({path for pattern in map(str.strip, files.split(","))
                         for path in glob.glob(pattern, recursive=True) or [pattern]})
         kinds = {*map(kind_of, paths)}
@@ -269,9 +269,10 @@ def write_tokenizer(folder, tokenizer):
     from hf_tokenizer import FILES  # not at the top: gpt2 and bytes do without it
     folder.mkdir(exist_ok=True)
     for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    for name, text in tokenizer.files.items():
-        write_atomically(folder / name, text.encode())
+        if name in tokenizer.files:
+            write_atomically(folder / name, tokenizer.files[name].encode())
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def write_chats(folder):

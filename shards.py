@@ -33,9 +33,10 @@ def read_shard(path, recorded=None):
         header = np.fromfile(path, dtype="<i4", count=3).tolist()
         dtype = "<u4" if header[:2] == HEADERS["<u4"] else "<u2"
         n = (os.path.getsize(path) - HEADER_BYTES) / np.dtype(dtype).itemsize  # not an integer if it ends mid-token
-        if n < 1 or header != [*HEADERS[dtype], n]:
+        expected = [*HEADERS[dtype], n]
+        if header != expected or n < 1:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
-                             f"{[*HEADERS[dtype], n]}, the last being the number of tokens that it has")
+                             f"{expected}, the last being the number of tokens that it has")
         shard = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
         if recorded and os.stat(path).st_mtime_ns != recorded[1] and zlib.crc32(shard) != recorded[0]:
             raise ValueError("its tokens have changed since they were prepared")

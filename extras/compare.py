@@ -46,12 +46,15 @@ def train(flags, seed):
     """Returns one run's result: its result.json, or after training it the last value of each metric in its log."""
     with one_line_errors(f"--args={args} --runs={flags}", errors=ValueError):  # a quotation that does not end
         words = shlex.split(f"{args} {flags} --seed={seed}")
-    configs = [read_config_file(word) for word in words if word.endswith(".py")]
-    init_from = ["scratch", *(config["init_from"] for config in configs if "init_from" in config)][-1]
+    config = {}
+    for word in words:
+        if word.endswith(".py"):
+            config |= read_config_file(word)
+    init_from = config.get("init_from", "scratch")
     if not init_from.startswith("auto"):
         words.insert(0, "--init_from=auto" + (f":{init_from}" if init_from != "scratch" else ""))
     code = sorted({ROOT / script, *ROOT.glob("*.py"), *ROOT.glob("extras/*.py")})
-    recipe = [words, configs, [path.read_text(encoding="utf-8") for path in code]]
+    recipe = [words, config, [path.read_text(encoding="utf-8") for path in code]]
     # with other --args, or if the code has changed, a run gets another folder
     name = f"{flags[:150]}_seed={seed}_{zlib.crc32(json.dumps(recipe, default=str).encode()):08x}"
     folder = Path(out_dir, re.sub(r"[^\w.=-]", "_", name))
