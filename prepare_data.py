@@ -277,7 +277,8 @@ def write_tokenizer(folder, tokenizer):
 
 def write_chats(folder):
     """Write chat.jsonl, questions about the standard library with their answers, and tasks/ with others to test."""
-    print(f"{folder}/chat.jsonl: writing questions and answers, and others to test with in {folder}/tasks ...")
+    print(f"{folder}/chat.jsonl: writing questions and answers, and others to test with in {folder}/tasks ...",
+          flush=True)
     chats = [*python_conversations()]
     for task, questions in ("sums", sum_questions()), ("letters", letter_questions()):
         test, train = hold_out(questions)
@@ -346,7 +347,7 @@ if __name__ == "__main__":
     if meta["train shards"] == 0:
         fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on of {source_flag}, only {summary} (empty, "
              "not text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
-    if dataset == "python" and not (folder / "chat.jsonl").exists():
+    if dataset == "python" and not (folder / "chat.jsonl").exists():  # a user may have edited it
         write_chats(folder)
     meta["finished"] = True
     write_meta(folder, meta)

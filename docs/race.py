@@ -20,7 +20,6 @@ import math
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +110,7 @@ class SummedLoss(torch.nn.Module):
 def draw_runs():
     """Draws loss against seconds of the runs below out_dir as race.png, a panel per folder, and writes race.csv."""
     from matplotlib.figure import Figure
+    from extras.plot import read_log
     logs = sorted(Path(out_dir).rglob("log.jsonl"))
     if not logs:
         fail(f"--out_dir={out_dir}: holds no log.jsonl of a run; give --nanochat or --nanogpt to train one")
@@ -118,20 +118,15 @@ def draw_runs():
     figure = Figure(figsize=(1 + 5 * len(folders), 4), dpi=120, layout="constrained")
     axes, points = dict(zip(folders, figure.subplots(1, len(folders), squeeze=False)[0])), []
     for log in logs:
-        entries = []
-        for line in log.open():
-            with suppress(ValueError):  # half a line, of a run that was killed
-                entries.append(json.loads(line))
+        entries = read_log(log)
         timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
-        steps = [entry for entry in entries if "val_loss" in entry]
         # log_interval may leave no time at the step of an evaluation
-        seconds = np.interp([entry["iter"] for entry in steps], *zip(*timed)).round(3).tolist()
-        losses = [entry["val_loss"] for entry in steps]
-        points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, loss)
-                   for entry, second, loss in zip(steps, seconds, losses)]
-        ax = axes[log.parent.parent]
-        # without the loss before the first step; a name has the same colour in all panels
-        ax.plot(seconds[1:], losses[1:], ".-", label=log.parent.name, color=f"C{names.index(log.parent.name)}")
+        run = [(entry["iter"], entry["tokens"], np.interp(entry["iter"], *zip(*timed)).round(3), entry["val_loss"])
+               for entry in entries if "val_loss" in entry]
+        points += [(log.parent.relative_to(out_dir), *point) for point in run]
+        seconds, losses = [[point[i] for point in run[1:]] for i in (2, 3)]  # without the loss before the first step
+        name = log.parent.name  # has the same colour in all panels
+        axes[log.parent.parent].plot(seconds, losses, ".-", label=name, color=f"C{names.index(name)}")
     for folder, ax in axes.items():
         ax.set(title=folder.name, xlabel="seconds of training", ylabel="validation loss (nats per token)")
         ax.grid(alpha=0.3)

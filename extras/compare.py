@@ -35,11 +35,14 @@ METRICS = "train_loss", "val_loss", "seconds", "tok_per_sec", "peak_mem_mb"
 
 def summary(results):
     """The mean of each metric over some results, and its standard deviation, as text."""
-    columns = {metric: [result[metric] for result in results] for metric in METRICS if metric in results[0]}
-    return ", ".join(f"{metric} {statistics.mean(values):.5g}"
-                     + (f" +/- {statistics.stdev(values):.2g}" if len(values) > 1 and all(map(math.isfinite, values))
-                        else "")
-                     for metric, values in columns.items())
+    parts = []
+    for metric in METRICS:
+        if metric in results[0]:
+            values = [result[metric] for result in results]
+            parts.append(f"{metric} {statistics.mean(values):.5g}")
+            if len(values) > 1 and all(map(math.isfinite, values)):
+                parts[-1] += f" +/- {statistics.stdev(values):.2g}"
+    return ", ".join(parts)
 
 
 def train(flags, seed):
@@ -69,7 +72,8 @@ def train(flags, seed):
         for line in (folder / "log.jsonl").open():
             with suppress(ValueError):  # half a line, of a run that was killed
                 result |= json.loads(line)
-                evaluated = result["iter"] if '"val_loss"' in line else evaluated
+                if '"val_loss"' in line:
+                    evaluated = result["iter"]
         if evaluated != result["iter"]:  # a run ends with an evaluation
             fail(f"{folder}: stopped at step {result['iter']}; the same command resumes it")
         path.write_text(json.dumps(result, indent=1))
