@@ -54,12 +54,13 @@ def find_source(files, dataset, dataset_config, dataset_split):
     missing, or if the files are not of one kind.
     """
     if files:
-        paths = sorted({path for pattern in map(str.strip, files.split(","))
-                        for path in glob.glob(pattern, recursive=True) or [pattern]})
+        paths = set()
+        for pattern in map(str.strip, files.split(",")):
+            paths.update(glob.glob(pattern, recursive=True) or [pattern])
         kinds = {*map(kind_of, paths)}
         if len(kinds) > 1 or not kinds <= {*KINDS}:
             raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
-        return {"files": [[path, os.path.getsize(path)] for path in paths]}
+        return {"files": [[path, os.path.getsize(path)] for path in sorted(paths)]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}
     return {"dataset": dataset, "split": dataset_split,

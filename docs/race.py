@@ -120,13 +120,15 @@ def draw_runs():
     for log in logs:
         entries = read_log(log)
         timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
+        evaluated = [entry for entry in entries if "val_loss" in entry]
+        losses = [entry["val_loss"] for entry in evaluated]
         # log_interval may leave no time at the step of an evaluation
-        run = [(entry["iter"], entry["tokens"], np.interp(entry["iter"], *zip(*timed)).round(3), entry["val_loss"])
-               for entry in entries if "val_loss" in entry]
-        points += [(log.parent.relative_to(out_dir), *point) for point in run]
-        seconds, losses = [[point[i] for point in run[1:]] for i in (2, 3)]  # without the loss before the first step
+        seconds = np.interp([entry["iter"] for entry in evaluated], *zip(*timed)).round(3).tolist()
+        points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, entry["val_loss"])
+                   for entry, second in zip(evaluated, seconds)]
         name = log.parent.name  # has the same colour in all panels
-        axes[log.parent.parent].plot(seconds, losses, ".-", label=name, color=f"C{names.index(name)}")
+        # without the loss before the first step
+        axes[log.parent.parent].plot(seconds[1:], losses[1:], ".-", label=name, color=f"C{names.index(name)}")
     for folder, ax in axes.items():
         ax.set(title=folder.name, xlabel="seconds of training", ylabel="validation loss (nats per token)")
         ax.grid(alpha=0.3)
