@@ -110,8 +110,8 @@ def read_rows(path, column):
 
 def read_documents(files, column):
     """
-    Yields {column: document} for each row of the files of find_source. The document is None if the row has no such column, but the
-    first row of each file must have it. An error names the file.
+    Yields {column: document} for each row of files, pairs of path and size. The document is None if the row has no
+    such column, but the first row of each file must have it. An error names the file.
     """
     for path, _ in files:
         try:
@@ -346,8 +346,8 @@ if __name__ == "__main__":
     summary = ("{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {documents skipped:,} documents skipped"
                .format(**meta))
     if meta["train shards"] == 0:
-        fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on of {source_flag}, only {summary} (empty, "
-             "not text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
+        fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on of {source_flag}, only {summary} "
+             "(empty, not text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
     if dataset == "python" and not (folder / "chat.jsonl").exists():  # a user may have edited it
         write_chats(folder)
     meta["finished"] = True
@@ -359,8 +359,10 @@ if __name__ == "__main__":
         command.insert(2, "config/quickstart.py")
     if dataset != "python":
         command.append(f"--out_dir=out-{folder.resolve().name}")
-    print(f"{folder}: {summary}\nthe first {recipe['val_tokens']:,} tokens ({recipe['val_tokens'] / meta['tokens']:.0%}) "
-          f"are for validation; train on the rest:\n{shlex.join(command)}")
+    share = recipe["val_tokens"] / meta["tokens"]
+    print(f"{folder}: {summary}\n"
+          f"the first {recipe['val_tokens']:,} tokens ({share:.0%}) are for validation; train on the rest:\n"
+          + shlex.join(command))
     if meta["bytes"] < 50e6 and encoding.name == "gpt2":
         print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
               "--tokenizer=bytes")
