@@ -85,13 +85,14 @@ def is_json_list(file):
 
 
 def read_rows(path, column):
-    """Yields the rows of a local file as dicts. Of a parquet file they have no other column, if it has this one."""
+    """Yields the rows of a local file as dicts, of a parquet or text file with this column alone."""
     if kind_of(path) == ".parquet":
         import pyarrow.parquet
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [column] if column in file.schema_arrow.names else None
-            for batch in file.iter_batches(1000, columns=columns):
-                yield from batch.to_pylist()
+            if column not in file.schema_arrow.names:
+                raise ValueError(f"its columns are {file.schema_arrow.names}, expected {column!r} among them")
+            for batch in file.iter_batches(1000, columns=[column]):
+                yield from ({column: document} for document in batch.column(0).to_pylist())
         return
     with open_file(path) as file:
         if kind_of(path) == ".txt":
@@ -216,15 +217,16 @@ def read_progress(folder, recipe):
     counts = {"documents": 0, "documents skipped": 0, "tokens": 0, "bytes": 0, "train shards": 0, "exhausted": False}
     if not any(folder.glob("*.bin")):
         return {**recipe, **counts, "shards": {}, "state": None}
-    meta = {"shards": {}, **json.loads(path.read_text())}
+    meta = {"shards": {}, **json.loads(path.read_text())}  # an earlier version wrote fewer keys
     for key, value in recipe.items():
-        if meta.get(key, value) != value:  # an earlier version wrote fewer keys
+        if meta.get(key, value) != value:
             raise ValueError(f"holds shards prepared with another {key}, {meta[key]}")
-    for name, recorded in meta["shards"].items():
-        read_shard(folder / name, recorded)
+    for name in ["val_000000.bin", *(f"train_{i:06d}.bin" for i in range(meta["train shards"]))]:
+        read_shard(folder / name, meta["shards"].get(name))
     (folder / f"train_{meta['train shards']:06d}.bin").unlink(missing_ok=True)  # written just before a kill
-    if not all(isinstance(meta[key], int) for key in counts):
-        raise ValueError("its meta.json is damaged")
+    for key in counts:
+        if not isinstance(meta[key], int):
+            raise ValueError(f"its meta.json is damaged: {key} is {meta[key]!r}")
     if "files" in recipe["source"] and "previous_state" in str(meta.get("state")):
         del meta["state"]  # an earlier version read files with another reader
     return meta
@@ -334,8 +336,8 @@ if __name__ == "__main__":
              "to them; train on them as they are, or give another --data_dir")
     else:
         with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "the same command resumes "
-                             "after the complete shards; if you have to fix or leave out a file, give another "
-                             "--data_dir", (Exception, KeyboardInterrupt)):
+                             "after the complete shards" + ("; if you have to fix or leave out a file, give another "
+                             "--data_dir" if files else ""), (Exception, KeyboardInterrupt)):
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
@@ -346,8 +348,10 @@ if __name__ == "__main__":
     summary = ("{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {documents skipped:,} documents skipped"
                .format(**meta))
     if meta["train shards"] == 0:
-        fail(f"--val_tokens={recipe['val_tokens']}: leaves nothing to train on of {source_flag}, only {summary} "
-             "(empty, not text, or refused by tiktoken); lower it, or give more text or a larger --max_tokens")
+        default = "" if val_tokens else ", the default"
+        fail(f"--val_tokens={recipe['val_tokens']}{default}: leaves nothing to train on of {source_flag}, only "
+             f"{summary} (empty, not text, or refused by tiktoken); lower it, or give more text or a larger "
+             "--max_tokens")
     if dataset == "python" and not (folder / "chat.jsonl").exists():  # a user may have edited it
         write_chats(folder)
     meta["finished"] = True
