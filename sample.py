@@ -8,7 +8,6 @@ Completes a prompt with a trained model, or chats with a chat model in the termi
 """
 import codecs
 import copy
-import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from chat_format import chat_tokens, check_chat_format, decode_chat, render_chat
 from checkpoint import describe_model, load_model, pick_max_seq_len
 from distributed import get_rank, get_world_size, init_process, is_sharded, make_autocast, print0
-from model import decode_attention, matmul_dtype
+from model import Attention, decode_attention, matmul_dtype
 from tokenizer import count_ids, encode, get_tokenizer, sanitize
 
 
@@ -104,23 +103,22 @@ def compile_step(model, batch):
     that dtype permanently. Do not change them afterwards. (In eager mode autocast casts them once and caches the
     result; in a compiled step it would cast all of them for each id.)
     """
-    device = model.lm_head.weight.device
-    dtype = matmul_dtype(model.lm_head.weight)
+    device = model.lm_head.weight.device.type
     model.lm_head = copy.deepcopy(model.lm_head)  # a tied head's embedding stays as it is
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.to(dtype)
-    for block in model.transformer.h if device.type == "cpu" else ():
-        block.attn.decode = partial(decode_attention, matmul=fused_matmul)
+            module.to(matmul_dtype(module.weight))
+        elif device == "cpu" and isinstance(module, Attention):
+            module.decode = partial(decode_attention, matmul=fused_matmul)
     cache = model.new_cache(batch, model.config.max_seq_len)
     for tensor in sum(cache, []):
         torch._dynamo.mark_static_address(tensor)  # CUDA graphs may write to it
-    compiled = torch.compile(model.forward, dynamic=False, fullgraph=True,
-                             mode="reduce-overhead" if device.type == "cuda" else None)
     decoder = copy.copy(model)
-    decoder.forward, decoder.new_cache = compiled, lambda *_: cache
+    decoder.new_cache = lambda *_: cache
+    decoder.forward = torch.compile(model.forward, dynamic=False, fullgraph=True,
+                                    mode="reduce-overhead" if device == "cuda" else None)
     # on a CPU the weights become constants of the graph, which are packed once instead of for each id
-    with torch._inductor.config.patch(freezing=device.type == "cpu"):
+    with torch._inductor.config.patch(freezing=device == "cpu"):
         list(generate(decoder, [[0]] * batch, 4, temperature=0))  # CUDA graphs are recorded at the second step
     return decoder
 
@@ -186,8 +184,6 @@ if __name__ == "__main__":
         text = prompt
         if prompt.startswith("FILE:"):
             text = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
-            if chat and not text:
-                raise ValueError("is empty; expected a question")
 
     torch_device = init_process(device)
     autocast = make_autocast(torch_device, dtype)
@@ -208,12 +204,12 @@ if __name__ == "__main__":
         print(sanitize(beginning), end="", flush=True)
         if seed is not None:
             torch.manual_seed(seed + i)
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may take several tokens
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
         generated = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for (token,) in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k,
-                                         top_p=top_p, min_p=min_p, **limits):
+                for token, in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                                       min_p=min_p, **limits):
                     ids = [*ids, token]
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
@@ -235,42 +231,38 @@ if __name__ == "__main__":
         for i in range(num_samples):
             print(f"----- sample {i + 1}")
             write(text, ids, i)
-        raise SystemExit(0)
+        raise SystemExit
 
     # chat
-    if not (text or sys.stdin):
-        fail("--chat=True: there is no terminal to read from; give --prompt")
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py "
               f"--init_from={checkpoint} --data=... teaches it)")
+    questions = [text]
     if not text:
         with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()
         print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer or ends")
-    system_message = [{"role": "system", "content": system}] if system else []
-    messages, message = [], text
+        questions = iter(lambda: input("\nyou: ").strip(), "/quit")
+    start, messages = [{"role": "system", "content": system}] if system else [], []
     with suppress(EOFError, KeyboardInterrupt):
-        while text or (message := input("\nyou: ").strip()) not in ("/quit", "quit", "exit"):
-            if message == "/reset" and not text:
+        for question in questions:
+            if question == "/reset":
                 messages = []
                 print("(a new conversation)")
-            elif message:
-                messages.append({"role": "user", "content": message})
+            elif question:
+                messages.append({"role": "user", "content": question})
                 room = max_len - min(max_new_tokens, max_len // 4)
                 try:
-                    while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
-                           and len(messages) > 1):
+                    while len(ids := render_chat(tokenizer, start + messages, prompt=True)[0]) > room and messages[1:]:
                         print("(the oldest turn does not fit any more and is forgotten)")
                         del messages[:2]
                 except ValueError as error:  # a model's chat template may refuse the messages
                     if text:
                         fail(f"{checkpoint}: {error}")
                     print(f"(not understood: {error})")
-                    del messages[-1]
+                    messages.pop()
                     continue
                 answer = write("model: ", ids, len(messages) // 2)
                 if tokenizer.chat_template:  # which may itself write the space that answers begin with
                     answer = answer.strip()
                 messages.append({"role": "assistant", "content": answer})
-            if text:
-                break
