@@ -35,7 +35,6 @@ from typing import Literal
 # before torch, whose import takes seconds: from here on Ctrl-C prints one line
 from configurator import Positive, configure, fail, one_line_errors
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -110,33 +109,34 @@ def tokenize_row(task, row, tokenizer, stage):
     else:
         question, choices = row["question"], row["choices"]["text"]
         gold = row["choices"]["label"].index(row["answerKey"])  # A B C D, or 1 2 3 4
-    if gold is None or not free_form and gold not in range(len(choices)) or not isinstance(choices, list):
+    valid = gold is not None if free_form else isinstance(choices, list) and gold in range(len(choices))
+    if not valid:
         raise ValueError("expected a list of choices with the answer among them, as its index, or an answer that is "
                          "a number")
 
-    text = question if free_form and task not in TASKS else "Question: " + question + "\nAnswer:"
-    if task == "hellaswag":
+    text = "Question: " + question + "\nAnswer:"
+    if columns == "hellaswag":
         text, choices = clean(question), [clean(choice) for choice in choices]
+    elif free_form and task not in TASKS:
+        text = question
     characters = [max(len(choice), 1) for choice in choices]
     if stage == "chat" and columns in ("gsm8k", "mmlu"):
+        if len(choices) > 26:
+            raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
         if choices:
-            if len(choices) > 26:
-                raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
-            letters = ascii_uppercase[:len(choices)]
-            lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices)]
+            lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
-            choices, characters = letters, []
-        messages = [{"role": "user", "content": question}]
-        context = render_chat(tokenizer, messages, prompt=True)[0]
-        talks = [[*messages, {"role": "assistant", "content": choice}] for choice in choices]
+            choices, characters = ascii_uppercase[:len(choices)], []
+        user = {"role": "user", "content": question}
+        context = render_chat(tokenizer, [user], prompt=True)[0]
+        talks = [[user, {"role": "assistant", "content": choice}] for choice in choices]
         choices = [[*compress(*render_chat(tokenizer, talk))][:-1] for talk in talks]  # trained, without the end
     else:
         # Spaces at the end of a context move to the continuation, as in the harness: a space is never joined to the
         # letters before it, so context and continuation are split there.
-        prompt = text.rstrip() if choices else text
-        ids = encode(tokenizer, prompt).tolist()
-        choices = [encode(tokenizer, f"{text} {choice}").tolist()[len(ids):] for choice in choices]
+        ids = encode(tokenizer, text.rstrip() if choices else text).tolist()
         context = [tokenizer.eot_token, *ids]
+        choices = [encode(tokenizer, f"{text} {choice}").tolist()[len(ids):] for choice in choices]
     return {"context": context, "choices": choices, "characters": characters, "gold": gold}
 
 
@@ -159,22 +159,21 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():
                 path = path.with_name("validation.jsonl")
-            rows = path.read_bytes().splitlines()
-            indices = [i for i, line in enumerate(rows) if line.strip()]
+            lines = enumerate(path.read_bytes().splitlines(), 1)
+            rows = [(f"{path}, line {i}", line) for i, line in lines if line.strip()]
         else:
             import datasets  # not at the top: training does without it
             name, configuration, split = TASKS[task]
-            rows = datasets.load_dataset(name, configuration, split=split)
-            indices = range(len(rows))
-        if not indices:
+            data = datasets.load_dataset(name, configuration, split=split)
+            rows = [(f"{name}, row {i}", row) for i, row in enumerate(data)]
+        if not rows:
             raise ValueError("it has no examples")
-    # TASK/test.jsonl may be a task of one's own
-    schemas = TASKS[task][0] if task in TASKS else f"{TASKS['gsm8k'][0]}, or all in that of {TASKS['mmlu'][0]}"
+    # TASK/test.jsonl may be your own task
+    schema = TASKS[task][0] if task in TASKS else "openai/gsm8k, or all in that of cais/mmlu"
     examples = []
-    for i in subsample(indices, max_problems):
-        where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
-        with one_line_errors(where, f"expected a row in the schema of {schemas}"):
-            row = json.loads(rows[i]) if task_dir else rows[i]
+    for where, row in subsample(rows, max_problems):
+        with one_line_errors(where, f"expected a row in the schema of {schema}"):
+            row = json.loads(row) if task_dir else row
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
             if bool(examples[0]["choices"]) != bool(examples[-1]["choices"]):
                 raise ValueError("some rows have choices and some have none")
@@ -231,10 +230,10 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     model: in eval mode and not compiled, because shapes vary. The caller sets autocast. All ranks must call this: they
     share the batches, or run a sharded model together. Raises ValueError if the model's logits are not finite.
     """
-    n, max_seq_len = len(examples), model.config.max_seq_len
+    has_choices, max_seq_len = bool(examples[0]["choices"]), model.config.max_seq_len
     share, n_shares = eval_share(model)
     # a chat template without an end of answers only matters where answers are generated
-    limits = {} if examples[0]["choices"] else generation_limits(tokenizer, stage == "chat")
+    limits = {} if has_choices else generation_limits(tokenizer, stage == "chat")
     rows = rows_to_score(examples, max_seq_len)
     # Longest first, so that there is little padding, and memory runs out early or never. The ranks share batches and
     # not rows, so that any number of ranks sees the same batches and gets the same scores, to the bit.
@@ -243,7 +242,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     try:
         for start in progress(range(0, len(rows), batch_size)[share::n_shares]):
             batch = rows[start:start + batch_size]
-            if examples[0]["choices"]:
+            if has_choices:
                 results |= log_likelihoods(model, batch)
             else:
                 contexts, numbers = zip(*batch)
@@ -259,27 +258,27 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     if "error" in results:
         raise results["error"]
 
-    chance, truncated, answers = 0, 0, []
+    n, chance, truncated, answers = len(examples), 0, 0, []
     for i, example in enumerate(examples):
-        choices, cut_off = example["choices"], False
-        if choices:
-            scores = [results[i, j] for j in range(len(choices))]
-            answer = {"scores": scores, "predicted": int(np.argmax(scores))}
+        if has_choices:
+            scores = [results[i, j] for j in range(len(example["choices"]))]
+            answer = {"scores": scores, "predicted": scores.index(max(scores))}
             if example["characters"]:
-                answer["predicted_norm"] = int(np.argmax(np.divide(scores, example["characters"])))
-            chance += 1 / len(choices)
+                per_character = [score / n for score, n in zip(scores, example["characters"])]
+                answer["predicted_norm"] = per_character.index(max(per_character))
+            length, cut_off = max(map(len, example["choices"])), False
+            chance += 1 / len(scores)
         else:
             ids = [token for token in results[i] if token is not None]
-            text = decode_chat(tokenizer, [token for token in ids if token not in limits["stop_ids"]])
-            cut_off = ids[-1] not in limits["stop_ids"]
+            length, cut_off = len(ids), ids[-1] not in limits["stop_ids"]
+            text = decode_chat(tokenizer, ids if cut_off else ids[:-1])
             if stage == "base" and "Question:" in text:
                 text, cut_off = text.partition("Question:")[0], False  # it goes on to invent the next question
             answer = {"text": text, "predicted": final_number(text)}
         answers.append({"where": example["where"], "gold": example["gold"], **answer})
-        longest = max(map(len, choices or [ids]))
-        truncated += cut_off or len(example["context"]) + longest - 1 > max_seq_len  # the last token is not read
-    chance = chance or max(Counter(example["gold"] for example in examples).values())
+        truncated += cut_off or len(example["context"]) + length - 1 > max_seq_len  # the last token is not read
 
+    chance = chance or max(Counter(answer["gold"] for answer in answers).values())
     result = {}
     for norm in ("", "_norm"):
         if f"predicted{norm}" in answers[0]:
