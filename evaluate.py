@@ -168,8 +168,7 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
             rows = [(f"{name}, row {i}", row) for i, row in enumerate(data)]
         if not rows:
             raise ValueError("it has no examples")
-    # TASK/test.jsonl may be your own task
-    schema = TASKS[task][0] if task in TASKS else "openai/gsm8k, or all in that of cais/mmlu"
+    schema = TASKS.get(task, ["openai/gsm8k, or all in that of cais/mmlu"])[0]  # of your own task: either
     examples = []
     for where, row in subsample(rows, max_problems):
         with one_line_errors(where, f"expected a row in the schema of {schema}"):
@@ -232,7 +231,7 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     """
     has_choices, max_seq_len = bool(examples[0]["choices"]), model.config.max_seq_len
     share, n_shares = eval_share(model)
-    # a chat template without an end of answers only matters where answers are generated
+    # only generation needs the token that ends an answer, which a chat template may lack
     limits = {} if has_choices else generation_limits(tokenizer, stage == "chat")
     rows = rows_to_score(examples, max_seq_len)
     # Longest first, so that there is little padding, and memory runs out early or never. The ranks share batches and
@@ -258,13 +257,13 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
     if "error" in results:
         raise results["error"]
 
-    n, chance, truncated, answers = len(examples), 0, 0, []
+    answers, chance, truncated = [], 0, 0
     for i, example in enumerate(examples):
         if has_choices:
             scores = [results[i, j] for j in range(len(example["choices"]))]
             answer = {"scores": scores, "predicted": scores.index(max(scores))}
             if example["characters"]:
-                per_character = [score / n for score, n in zip(scores, example["characters"])]
+                per_character = [log_p / length for log_p, length in zip(scores, example["characters"])]
                 answer["predicted_norm"] = per_character.index(max(per_character))
             length, cut_off = max(map(len, example["choices"])), False
             chance += 1 / len(scores)
@@ -279,7 +278,8 @@ def score(model, tokenizer, stage, examples, batch_size=16, max_new_tokens=256):
         truncated += cut_off or len(example["context"]) + length - 1 > max_seq_len  # the last token is not read
 
     chance = chance or max(Counter(answer["gold"] for answer in answers).values())
-    result = {}
+
+    n, result = len(examples), {}
     for norm in ("", "_norm"):
         if f"predicted{norm}" in answers[0]:
             p = sum(answer[f"predicted{norm}"] == answer["gold"] for answer in answers) / n
