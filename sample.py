@@ -8,6 +8,7 @@ Completes a prompt with a trained model, or chats with a chat model in the termi
 """
 import codecs
 import copy
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,8 @@ if __name__ == "__main__":
         text = prompt
         if prompt.startswith("FILE:"):
             text = Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8")
+            if chat and not text:
+                raise ValueError("is empty; expected a question")
 
     torch_device = init_process(device)
     autocast = make_autocast(torch_device, dtype)
@@ -234,6 +237,8 @@ if __name__ == "__main__":
         raise SystemExit
 
     # chat
+    if not (text or sys.stdin):
+        fail("--chat=True: there is no terminal to read from; give --prompt")
     if loaded["stage"] != "chat":
         print("this is a base model: it has not learned to answer (python chat_sft.py "
               f"--init_from={checkpoint} --data=... teaches it)")
@@ -242,10 +247,12 @@ if __name__ == "__main__":
         with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()
         print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer or ends")
-        questions = iter(lambda: input("\nyou: ").strip(), "/quit")
+        questions = iter(lambda: input("\nyou: ").strip(), None)
     start, messages = [{"role": "system", "content": system}] if system else [], []
     with suppress(EOFError, KeyboardInterrupt):
         for question in questions:
+            if question in ("/quit", "quit", "exit"):
+                break
             if question == "/reset":
                 messages = []
                 print("(a new conversation)")
