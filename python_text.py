@@ -20,10 +20,10 @@ def python_files():
     """
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    names = glob.glob("**/*.py", root_dir=root, recursive=True)
-    for name in sorted(names, key=lambda name: hashlib.sha256(Path(name).as_posix().encode()).digest()):
-        if not skip & set(Path(name).parts):
-            yield {"text": (root / name).read_text(encoding="utf-8", errors="replace")}
+    paths = map(Path, glob.glob("**/*.py", root_dir=root, recursive=True))  # without hidden folders, unlike rglob
+    for path in sorted(paths, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest()):
+        if skip.isdisjoint(path.parts):
+            yield {"text": (root / path).read_text(encoding="utf-8", errors="replace")}
 
 
 def conversation(question, answer):
