@@ -26,7 +26,7 @@ def chat_tokens(tokenizer):
     """{"system": id, "user": id, "assistant": id, "end": id}; with a chat template only the last."""
     if tokenizer.chat_template:
         return {"end": tokenizer.end_token}
-    return {name: tokenizer.n_vocab + i for i, name in enumerate(CHAT_TOKENS)}
+    return {name: i for i, name in enumerate(CHAT_TOKENS, tokenizer.n_vocab)}
 
 
 def render_chat(tokenizer, messages, prompt=False):
@@ -44,13 +44,15 @@ def render_chat(tokenizer, messages, prompt=False):
         content = encode(tokenizer, message["content"]).tolist()
         ids += [special[message["role"]], *content, special["end"]]
         trained += [False] + [message["role"] == "assistant"] * (len(content) + 1)
-    return (ids + [special["assistant"]], trained + [False]) if prompt else (ids, trained)
+    if prompt:
+        ids.append(special["assistant"])
+        trained.append(False)
+    return ids, trained
 
 
 def decode_chat(tokenizer, ids):
     """The text of ids, with the chat tokens spelled out."""
-    tokens = {} if tokenizer.chat_template else chat_tokens(tokenizer)
-    spelled = {i: f"<|{name}|>".encode() for name, i in tokens.items()}
-    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab else spelled.get(i, b"<|padding|>")
-              for i in ids]
-    return b"".join(pieces).decode("utf-8", errors="replace")
+    added = dict(enumerate(CHAT_TOKENS, tokenizer.n_vocab))
+    pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab
+              else f"<|{added.get(i, 'padding')}|>".encode() for i in ids]
+    return b"".join(pieces).decode(errors="replace")
