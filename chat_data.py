@@ -51,8 +51,8 @@ def parse_mixture(text):
 def split_hub_name(source):
     """owner/name/config@split on the hub -> "owner/name", "config" or None, and "split", by default "train"."""
     path, _, split = source.partition("@")
-    name, config = [*path.rsplit("/", path.count("/") - 1), None][:2]
-    return name, config, split or "train"
+    parts = path.split("/")
+    return "/".join(parts[:2]), "/".join(parts[2:]) or None, split or "train"
 
 
 def read_rows(source):
