@@ -128,7 +128,8 @@ def digest_weights(facts, state_dict, rows=None):
 def check_tokenizer(where, tokenizer, checkpoint):
     """Exit with an error if the checkpoint's model has another tokenizer. `where` says where this one is from."""
     expected, vocab_size = get_tokenizer(checkpoint["tokenizer"]), checkpoint["model_args"]["vocab_size"]
-    same_ids = tokenizer.name == expected.name or tokenizer.text_rules == expected.text_rules  # slow
+    # comparing the rules may take a second
+    same_ids = tokenizer.name == expected.name or tokenizer.text_rules == expected.text_rules
     if not same_ids or tokenizer.n_vocab > vocab_size:
         fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected.name} tokens, "
              f"{vocab_size} ids")
@@ -154,9 +155,11 @@ def load_base(checkpoint):
     base = checkpoint["lora"]
     for place in (Path(checkpoint["path"]).with_name(BASE), base["absolute"], base["path"]):
         if os.path.exists(place) or hub_name(place):
-            candidate = load_checkpoint(place)
-            if fingerprint(candidate) == base["fingerprint"]:
-                return candidate["model"]
+            candidate = load_checkpoint(place, merge=False)
+            if "lora" not in candidate:  # adapters are no base
+                candidate["model"] = plain_weights(candidate)
+                if fingerprint(candidate) == base["fingerprint"]:
+                    return candidate["model"]
     fail(f"{checkpoint['path']}: holds the adapters of a LoRA run; their base is expected in {BASE} beside "
          f"it, {base['absolute']} or {base['path']}, but each of these is missing or holds other weights now")
 

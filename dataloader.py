@@ -6,6 +6,7 @@ import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class TokenDataset:
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
         if not names and not os.path.exists(nanogpt):
             sources = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
-            source = sources.get(os.path.basename(data_dir), "--files='TEXTS/*.txt'")
+            source = sources.get(Path(data_dir).name, "--files='TEXTS/*.txt'")
             ready = (" (or fetch 20 GB of ready-made ones: hf download kjj0/fineweb10B-gpt2 --repo-type=dataset "
                      f"--local-dir={data_dir})" if "fineweb" in data_dir else "")
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "

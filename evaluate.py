@@ -165,14 +165,14 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
             import datasets  # not at the top: training does without it
             name, configuration, split = TASKS[task]
             data = datasets.load_dataset(name, configuration, split=split)
-            rows = [(f"{name}, row {i}", row) for i, row in enumerate(data)]
+            rows = [(f"{name}, row {i}", i) for i in range(len(data))]
         if not rows:
             raise ValueError("it has no examples")
     schema = TASKS.get(task, ["openai/gsm8k, or all in that of cais/mmlu"])[0]  # of your own task: either
     examples = []
-    for where, row in subsample(rows, max_problems):
+    for where, row in subsample(rows, max_problems):  # a line of the file, or the number of a row on the hub
         with one_line_errors(where, f"expected a row in the schema of {schema}"):
-            row = json.loads(row) if task_dir else row
+            row = json.loads(row) if task_dir else data[row]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
             if bool(examples[0]["choices"]) != bool(examples[-1]["choices"]):
                 raise ValueError("some rows have choices and some have none")

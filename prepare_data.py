@@ -21,6 +21,7 @@ folder and does not change those in it. Memory holds two copies of a shard and a
 is; only .txt files and JSON lists are read whole.
 """
 import glob
+import gzip
 import io
 import json
 import os
@@ -74,9 +75,10 @@ def kind_of(path):
 
 def open_file(path):
     """A file in binary, decompressed if it ends in .gz or .zst. Raises an error where a compressed file is cut off."""
-    import pyarrow  # not at the top: --help need not wait for it
-    compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(path).suffix)
-    return io.BufferedReader(pyarrow.input_stream(open(path, "rb"), compression))
+    if path.endswith(".zst"):
+        import pyarrow  # not at the top: --help need not wait for it
+        return io.BufferedReader(pyarrow.CompressedInputStream(open(path, "rb"), "zstd"))
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
 def is_json_list(file):

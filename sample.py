@@ -253,7 +253,7 @@ if __name__ == "__main__":
         for question in questions:
             if question in ("/quit", "quit", "exit"):
                 break
-            if question == "/reset":
+            if question == "/reset" and not text:
                 messages = []
                 print("(a new conversation)")
             elif question:

@@ -83,6 +83,6 @@ class ShardedOptimizer:
 
     def load_state_dict(self, saved):
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {i: {name: shard_like(tensor, params[i]) if tensor.dim() else tensor  # AdamW's step has no dimensions
+        state = {i: {name: shard_like(tensor, params[i]) if torch.is_tensor(tensor) and tensor.dim() else tensor
                      for name, tensor in values.items()} for i, values in saved["state"].items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})

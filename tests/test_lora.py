@@ -220,6 +220,8 @@ def test_a_base_that_is_moved_gone_or_another_one(folder, tuned, tmp_path, monke
     shutil.move(tmp_path / "first", tmp_path / "moved")  # together: the relative path is still right
     monkeypatch.chdir(tmp_path / "moved")
     assert same(load_checkpoint("tuned")["model"], merged)
+    shutil.copy("tuned/ckpt.pt", "tuned/ckpt_base.pt")  # adapters where the base is looked for first
+    assert same(load_checkpoint("tuned")["model"], merged)
 
     other = load("base")
     other["model"]["transformer.ln_f.weight"][5] += 1e-6
