@@ -51,8 +51,8 @@ class Logger:
         loader.wait_seconds = 0.0  # the warm-up waited for the first batch
         if get_rank() == 0 and self.path.exists():
             text = self.path.read_bytes() if resuming else b""  # an overwritten run's log is emptied
-            for seconds in re.findall(rb'"seconds": ([0-9.]+),', text):
-                self.seconds = float(seconds)  # of the last one
+            found = re.findall(rb'"seconds": ([0-9.]+),', text)
+            self.seconds = float(found[-1]) if found else 0.0
             self.eval_seconds = sum(map(float, re.findall(rb'"eval_seconds": ([0-9.]+)', text)))
             os.truncate(self.path, text.rfind(b"\n") + 1)  # a run that was killed may have left half a line
 
@@ -147,7 +147,7 @@ def find_nonfinite(model, batch, autocast):
     reached it first, and a NaN spreads to everything below.
     """
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not gather(p.grad).isfinite().all()]
-    bad.sort(key=lambda name: "wpe." not in name)  # in the order of forward, where positions come first, too
+    bad.sort(key=lambda name: "wte." not in name and "wpe." not in name)  # in the order of forward: embeddings first
     names, found = {module: name for name, module in model.named_modules()}, []
 
     def look_at(module, inputs, output):
