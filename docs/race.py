@@ -20,6 +20,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,6 @@ class SummedLoss(torch.nn.Module):
 def draw_runs():
     """Draws loss against seconds of the runs below out_dir as race.png, a panel per folder, and writes race.csv."""
     from matplotlib.figure import Figure
-    from extras.plot import read_log
     logs = sorted(Path(out_dir).rglob("log.jsonl"))
     if not logs:
         fail(f"--out_dir={out_dir}: holds no log.jsonl of a run; give --nanochat or --nanogpt to train one")
@@ -118,17 +118,20 @@ def draw_runs():
     figure = Figure(figsize=(1 + 5 * len(folders), 4), dpi=120, layout="constrained")
     axes, points = dict(zip(folders, figure.subplots(1, len(folders), squeeze=False)[0])), []
     for log in logs:
-        entries = read_log(log)
+        entries = []
+        for line in log.open():
+            with suppress(ValueError):  # half a line, of a run that was killed
+                entries.append(json.loads(line))
         timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
-        evaluated = [entry for entry in entries if "val_loss" in entry]
-        losses = [entry["val_loss"] for entry in evaluated]
+        steps = [entry for entry in entries if "val_loss" in entry]
         # log_interval may leave no time at the step of an evaluation
-        seconds = np.interp([entry["iter"] for entry in evaluated], *zip(*timed)).round(3).tolist()
-        points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, entry["val_loss"])
-                   for entry, second in zip(evaluated, seconds)]
-        name = log.parent.name  # has the same colour in all panels
-        # without the loss before the first step
-        axes[log.parent.parent].plot(seconds[1:], losses[1:], ".-", label=name, color=f"C{names.index(name)}")
+        seconds = np.interp([entry["iter"] for entry in steps], *zip(*timed)).round(3).tolist()
+        losses = [entry["val_loss"] for entry in steps]
+        points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, loss)
+                   for entry, second, loss in zip(steps, seconds, losses)]
+        ax = axes[log.parent.parent]
+        # without the loss before the first step; a name has the same colour in all panels
+        ax.plot(seconds[1:], losses[1:], ".-", label=log.parent.name, color=f"C{names.index(log.parent.name)}")
     for folder, ax in axes.items():
         ax.set(title=folder.name, xlabel="seconds of training", ylabel="validation loss (nats per token)")
         ax.grid(alpha=0.3)
