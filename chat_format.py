@@ -52,7 +52,7 @@ def render_chat(tokenizer, messages, prompt=False):
 
 def decode_chat(tokenizer, ids):
     """The text of ids, with the chat tokens spelled out."""
-    added = {} if tokenizer.chat_template else dict(enumerate(CHAT_TOKENS, tokenizer.n_vocab))
+    added = {} if tokenizer.chat_template else {i: name for name, i in chat_tokens(tokenizer).items()}
     pieces = [tokenizer.decode_single_token_bytes(i) if i < tokenizer.n_vocab
               else f"<|{added.get(i, 'padding')}|>".encode() for i in ids]
     return b"".join(pieces).decode(errors="replace")

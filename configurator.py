@@ -111,7 +111,7 @@ def configure(namespace, argv=None):
     settings = settings_of(namespace)
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print_help(namespace)
+        print_help(namespace, settings)
         raise SystemExit
 
     overrides = {}
@@ -217,10 +217,10 @@ def did_you_mean(name, settings):
     return f"; did you mean --{close[0]}?" if close else ""
 
 
-def print_help(namespace):
+def print_help(namespace, settings):
     """Prints a script's docstring, and its settings as they stand in the source, with defaults and comments."""
     source = Path(namespace["__file__"]).read_text(encoding="utf-8")
-    settings = re.findall(r"^ *([a-z]\w*: .+ = .+)$", source, re.MULTILINE)
+    annotated = re.findall(r"^ *((\w+): .+ = .+)$", source, re.MULTILINE)  # also variables that are no settings
     print(f"{(namespace['__doc__'] or '').strip()}\n\nsettings, written as --name=value or --name value, or as "
           f"name = value in a config file (Fraction: 0 to 1; BelowOne: 0 to less than 1):",
-          *settings, sep="\n  ", flush=True)
+          *(line for line, name in annotated if name in settings), sep="\n  ", flush=True)

@@ -45,10 +45,10 @@ class TokenDataset:
             fail(f"data_dir={data_dir}: no {split} shards (*{split}_*.bin) there; make them, e.g. with "
                  f"python prepare_data.py {source} --data_dir={data_dir}{ready}")
         meta = read_meta(data_dir)
-        tokenizer = meta["tokenizer"]
-        self.tokenizer = get_tokenizer(f"{data_dir}/tokenizer" if tokenizer.startswith("hf-") else tokenizer)
-        if self.tokenizer.name != tokenizer:
-            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {tokenizer}; "
+        tokenizer_name = meta["tokenizer"]
+        self.tokenizer = get_tokenizer(f"{data_dir}/tokenizer" if tokenizer_name.startswith("hf-") else tokenizer_name)
+        if self.tokenizer.name != tokenizer_name:
+            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {tokenizer_name}; "
                  f"restore it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
         entries = [meta["shards"].get(name) for name in names]
@@ -67,8 +67,8 @@ class TokenDataset:
         self.dropped_tokens = self.tokens - len(self) * max_seq_len
         if len(self) == 0:
             fail(f"max_seq_len={max_seq_len}: a row needs {max_seq_len + 1} tokens, and the longest {split} shard in "
-                 f"{data_dir} has {max(map(len, self.shards))} tokens; lower it, or prepare more data (for val with "
-                 f"a larger --val_tokens)")
+                 f"{data_dir} has {max(map(len, self.shards))} tokens; lower it, or prepare more data"
+                 f"{' or a larger --val_tokens' if split == 'val' else ''}")
 
     def __len__(self):
         return int(self.starts[-1])

@@ -159,20 +159,22 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
             path = Path(task_dir, task, "test.jsonl")
             if not path.exists():
                 path = path.with_name("validation.jsonl")
-            lines = enumerate(path.read_bytes().splitlines(), 1)
-            rows = [(f"{path}, line {i}", line) for i, line in lines if line.strip()]
+            rows = path.read_bytes().splitlines()
+            indices = [i for i, line in enumerate(rows) if line.strip()]
         else:
             import datasets  # not at the top: training does without it
             name, configuration, split = TASKS[task]
-            data = datasets.load_dataset(name, configuration, split=split)
-            rows = [(f"{name}, row {i}", i) for i in range(len(data))]
-        if not rows:
+            rows = datasets.load_dataset(name, configuration, split=split)
+            indices = range(len(rows))
+        if not indices:
             raise ValueError("it has no examples")
-    schema = TASKS.get(task, ["openai/gsm8k, or all in that of cais/mmlu"])[0]  # of your own task: either
+    # TASK/test.jsonl may be your own task
+    schemas = TASKS[task][0] if task in TASKS else f"{TASKS['gsm8k'][0]}, or all in that of {TASKS['mmlu'][0]}"
     examples = []
-    for where, row in subsample(rows, max_problems):  # a line of the file, or the number of a row on the hub
-        with one_line_errors(where, f"expected a row in the schema of {schema}"):
-            row = json.loads(row) if task_dir else data[row]
+    for i in subsample(indices, max_problems):
+        where = f"{path}, line {i + 1}" if task_dir else f"{name}, row {i}"
+        with one_line_errors(where, f"expected a row in the schema of {schemas}"):
+            row = json.loads(rows[i]) if task_dir else rows[i]
             examples.append({"where": where, **tokenize_row(task, row, tokenizer, stage)})
             if bool(examples[0]["choices"]) != bool(examples[-1]["choices"]):
                 raise ValueError("some rows have choices and some have none")

@@ -17,7 +17,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare_data.py star
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
          "generation_config.json")
 
-
 # Vocabularies like GPT-2's write each byte as a character: printable ones as they are, the others as the next letters.
 LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 BYTE_OF_LETTER = dict(zip(LETTERS, sorted(range(256), key=lambda byte: chr(byte) not in LETTERS)))
@@ -33,10 +32,10 @@ def read_files(folder):
     if (folder / "config.json").exists():
         config = json.loads((folder / "config.json").read_bytes())
         generation = json.loads(files.get("generation_config.json", "{}"))
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if generation.get(name) is None and config.get(name) is not None:
-                generation[name] = config[name]
-                files["generation_config.json"] = json.dumps(generation, indent=2)
+        missing = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+                   if generation.get(name) is None and config.get(name) is not None}
+        if missing:
+            files["generation_config.json"] = json.dumps({**generation, **missing}, indent=2)
     return files
 
 

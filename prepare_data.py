@@ -86,7 +86,7 @@ def is_json_list(file):
     return file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
 
 
-def read_rows(path, column):
+def read_file(path, column):
     """Yields the rows of a local file as dicts, of a parquet or text file with this column alone."""
     if kind_of(path) == ".parquet":
         import pyarrow.parquet
@@ -118,7 +118,7 @@ def read_documents(files, column):
     """
     for path, _ in files:
         try:
-            for i, row in enumerate(read_rows(path, column)):
+            for i, row in enumerate(read_file(path, column)):
                 if not isinstance(row, dict):
                     raise ValueError(f"its row {i + 1} is {row!r:.60}, expected an object")
                 if i == 0 and column not in row:

@@ -211,8 +211,8 @@ if __name__ == "__main__":
         generated = ""
         try:
             with autocast, one_line_errors(checkpoint, errors=ValueError):
-                for token, in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                                       min_p=min_p, **limits):
+                for (token,) in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k,
+                                         top_p=top_p, min_p=min_p, **limits):
                     ids = [*ids, token]
                     if not chat or token not in limits["stop_ids"]:
                         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
@@ -248,7 +248,8 @@ if __name__ == "__main__":
             import readline  # noqa: F401 where it exists, arrow keys work in input()
         print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer or ends")
         questions = iter(lambda: input("\nyou: ").strip(), None)
-    start, messages = [{"role": "system", "content": system}] if system else [], []
+    system_message = [{"role": "system", "content": system}] if system else []
+    messages = []
     with suppress(EOFError, KeyboardInterrupt):
         for question in questions:
             if question in ("/quit", "quit", "exit"):
@@ -260,7 +261,8 @@ if __name__ == "__main__":
                 messages.append({"role": "user", "content": question})
                 room = max_len - min(max_new_tokens, max_len // 4)
                 try:
-                    while len(ids := render_chat(tokenizer, start + messages, prompt=True)[0]) > room and messages[1:]:
+                    while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
+                           and len(messages) > 1):
                         print("(the oldest turn does not fit any more and is forgotten)")
                         del messages[:2]
                 except ValueError as error:  # a model's chat template may refuse the messages

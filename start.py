@@ -108,7 +108,7 @@ def take_settings(config, overrides, checkpoint):
                 print0(f"WARNING: the run was trained with {key}={before}, a setting that {Path(sys.argv[0]).name} "
                        f"lacks")
         elif key in PER_START:
-            continue
+            pass
         elif key not in overrides or key == "init_from":  # what the run began with, not "resume"
             config[key] = before
         elif overrides[key] != before:
