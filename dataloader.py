@@ -48,8 +48,8 @@ class TokenDataset:
         tokenizer_name = meta["tokenizer"]
         self.tokenizer = get_tokenizer(f"{data_dir}/tokenizer" if tokenizer_name.startswith("hf-") else tokenizer_name)
         if self.tokenizer.name != tokenizer_name:
-            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names {tokenizer_name}; "
-                 f"restore it, or prepare the data again")
+            fail(f"data_dir={data_dir}: its tokenizer/ is {self.tokenizer.name}, but meta.json names "
+                 f"{tokenizer_name}; restore it, or prepare the data again")
         self.vocab_size = padded_vocab_size(self.tokenizer)
         entries = [meta["shards"].get(name) for name in names]
         self.shards = [read_shard(f"{data_dir}/{name}", entry) for name, entry in zip(names, entries)]
