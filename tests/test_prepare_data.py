@@ -532,10 +532,11 @@ def test_an_unreadable_file_is_named(tmp_path):
     (tmp_path / "folder.parquet").mkdir()
     for name, content in (("junk.parquet", b"junk" * 100), ("empty.jsonl", b""),
                           ("packed.parquet.gz", gzip.compress((tmp_path / "good.parquet").read_bytes())),
-                          ("folder.parquet", None)):
+                          ("folder.parquet", None), ("text.jsonl", b'"text"\n')):
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        assert f"--files={name}" in refusal(tmp_path, f"--files={name}", "--tokenizer=bytes", "--val_tokens=1")
+        line = refusal(tmp_path, f"--files={name}", "--tokenizer=bytes", "--val_tokens=1")
+        assert f"--files={name}" in line and ("its row 1 is 'text', expected an object" in line) == ("text.j" in name)
     assert not list((tmp_path / "data/files").glob("*.bin"))
 
 

@@ -496,13 +496,18 @@ def test_the_duration_of_evaluations_counts_in_the_eta(shards, tmp_path):
 
 
 def test_a_skipped_step_counts_in_the_utilization_and_not_in_the_mean_loss(shards, tmp_path):
-    """Three steps of 32 positions and two seconds; one FLOP per token on a device that reaches two per second."""
+    """
+    Three steps of two seconds, of which they waited for one, and of 32 positions, 24 of them no padding; one FLOP per
+    position on a device that reaches two per second.
+    """
     log = new_logger(shards, tmp_path)
     log.peak_flops = 2
     for loss_sum, targets in (8.0, 4), (math.nan, 4), (40.0, 8):
-        log_step(log, loss_sum, targets, tokens=32, seconds=2.0)
+        log_step(log, loss_sum, targets, tokens=24, seconds=2.0)
+    log.loader.wait_seconds = 3.0
     log.train(3)
-    assert read_log(tmp_path, "train_loss", "mfu") == {("train_loss", 3): 4.0, ("mfu", 3): 8.0}
+    expected = {"train_loss": 4.0, "mfu": 8.0, "ms": 2000, "tok_per_sec": 12, "useful": 0.75, "wait": 0.5}
+    assert read_log(tmp_path, *expected) == {(key, 3): value for key, value in expected.items()}
 
 
 def test_50_skipped_steps_end_the_run_only_in_a_row(shards, tmp_path, capsys):
