@@ -29,7 +29,7 @@ from model import IGNORE
 from prepare_data import is_json_list
 from tokenizer import CHAT_TOKENS, sanitize, token_dtype
 
-VERSION = 6  # increment when tokenize_source's output changes: all sources are tokenized again
+VERSION = 7  # increment when tokenize_source's output changes: all sources are tokenized again
 progress = functools.partial(tqdm, delay=2, disable=get_rank() > 0)  # shown after 2 seconds
 
 
@@ -94,6 +94,8 @@ def to_messages(row):
                     for turn in row["conversations"] or []]
     elif "messages" in row:
         messages = row["messages"]
+    elif "instruction" not in row:
+        raise TypeError(f"found {row}")
     else:  # Alpaca
         question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
@@ -365,8 +367,9 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             n = int(weight) * len(kept) + round(weight % 1 * len(kept))
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
-                     f"is left, with {len(held_out)} of the mixture held out for validation; raise its weight, give "
-                     f"more conversations, a larger --max_seq_len, or others with --val_data.{list_notes(notes)}")
+                     f"is left, with {len(held_out)} of the mixture held out for validation; "
+                     f"{'raise its weight, ' * bool(kept)}give more conversations, a larger --max_seq_len, or others "
+                     f"with --val_data.{list_notes(notes)}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats order
 

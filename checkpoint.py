@@ -265,15 +265,17 @@ class Checkpointer:
         except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
             facts["best_val_loss"] = best_before
             last = "nothing is saved" if self.saved_iter is None else f"the last checkpoint is step {self.saved_iter}"
-            print(f"WARNING: --out_dir={self.out_dir}: {what} could not be saved ({format_error(error)}); {last}",
-                  flush=True)
+            hint = "" if isinstance(error, OSError) else "is the disk full? "
+            print(f"WARNING: --out_dir={self.out_dir}: {what} could not be saved ({hint}{format_error(error)}); "
+                  f"{last}", flush=True)
 
     def resume(self, checkpoint, max_iters):
         """Restores a run from load_checkpoint(out_dir, merge=False), if it can be continued. Returns iter_num."""
         path, iter_num, facts = checkpoint["path"], checkpoint["iter_num"], self.facts
         with one_line_errors(path):
             if not 0 <= iter_num <= max_iters:
-                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {iter_num} steps; give more")
+                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {iter_num} steps; give more, or "
+                     f"in chat_sft.py more --epochs")
             if checkpoint["data"] != facts["data"]:
                 fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data "
                      f"start a new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")

@@ -22,7 +22,7 @@ def compile_options(config, device):
         return None
     backend = config["compile_backend"]
     # not cudagraphs, whose gradients wrap_model would have to clone; --compile_mode=reduce-overhead has CUDA graphs
-    backends = [name for name in torch._dynamo.list_backends(None) if name != "cudagraphs"]
+    backends = [name for name in torch.compiler.list_backends(None) if name != "cudagraphs"]
     if backend not in backends:
         fail(f"--compile_backend={backend}: expected one of {', '.join(backends)}")
     try:

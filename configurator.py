@@ -66,8 +66,8 @@ def fail(message, alone=False):
 
 def format_error(error):
     """An exception as one line of text, with its type unless the message is ours."""
-    text = " ".join(str(error).split())[:300]
-    return text if type(error) in (ValueError, AssertionError) else f"{type(error).__name__}: {text}"
+    text = " ".join(str(error).split())[:300].removesuffix(".")
+    return text if type(error) in (ValueError, AssertionError) else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 @contextmanager
@@ -132,8 +132,9 @@ def settings_of(namespace):
 
 def update_settings(namespace, config, where):
     """Writes what start.py has changed in `config` into the script's globals. where: the source that errors name."""
-    for name, hint in settings_of(namespace).items():
-        namespace[name] = config[name] = check(f"{where}: {name}", config[name], hint)
+    hints = settings_of(namespace)  # and other variables that a script has annotated since
+    for name, value in config.items():
+        namespace[name] = config[name] = check(f"{where}: {name}", value, hints[name])
 
 
 def read_arguments(argv, settings):

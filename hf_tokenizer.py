@@ -185,20 +185,24 @@ class HFTokenizer:
                 if before.rstrip().endswith("<think>") and "</think>" not in message["content"]:
                     raise ValueError("the model's chat template prompts for thoughts, and the answer has none")
                 place = len(before)
-            content = message["content"].rpartition("</think>")[2].strip()  # a template may drop earlier thoughts
+            thoughts, _, content = message["content"].rpartition("</think>")
+            content = content.strip()
             place = outline.find(content, 0 if prompt else place) + len(content)  # Mistral's moves the system message
             if place < len(content):
                 raise ValueError(f"the model's chat template leaves out or rewrites the {message['role']}'s message")
             if is_answer:
+                thoughts = thoughts.rpartition("<think>")[2].strip()
+                if i == len(hidden) - 1 and thoughts not in outline[len(before):]:  # it may drop earlier ones
+                    raise ValueError("the model's chat template drops the thoughts of the last answer")
                 end = self.special_token.search(outline, place)
                 if not end or self.bpe.token_to_id(end[0]) != self.end_token:
                     raise ValueError("the model's chat template does not end every answer with the same special token")
                 place = end.end()
                 answers.append((len(before), place))
         if not answers and not prompt:
-            begins = self.apply_template(hidden[:-1], prompt=True)[-40:]
+            _, _, begins = self.apply_template(hidden[:-1], prompt=True).rpartition(hidden[-2]["content"].strip())
             raise ValueError("the model's chat template begins answers unlike its generation prompt, which ends with "
-                             f"{begins!r}; answers must begin so, too, and the template must keep it")
+                             f"{begins.lstrip()!r}; answers must begin so, too, and the template must keep it")
 
         encoding = self.encode_with_offsets(text, special_as_text=False)
         ids, offsets = encoding.ids, encoding.offsets

@@ -175,9 +175,11 @@ def load_hf(path):
     folder, name = path, hub_name(path)
     from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
-    with one_line_errors(f"{path}: not a readable checkpoint", "expected a ckpt.pt of ours or nanoGPT's, its folder, "
-                         f"a Hugging Face folder, or, with a network, owner/name on the hub, or one of "
-                         f"{', '.join(GPT2_MODELS)}", alone=bool(name)):  # the hub may refuse one rank
+    advice = "" if Path(path, "config.json").exists() else (
+        "expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or, with a network, owner/name "
+        f"on the hub, or one of {', '.join(GPT2_MODELS)}")
+    # alone: the hub may refuse one rank
+    with one_line_errors(f"{path}: not a readable checkpoint", advice, alone=bool(name)):
         if name:
             try:  # this needs no network for what it has fetched before
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))

@@ -34,11 +34,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
+# before numpy, which takes a moment: from here on Ctrl-C prints one line
+from configurator import Positive, configure, fail, format_error, one_line_errors
+
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import Positive, configure, fail, format_error, one_line_errors
 from python_text import conversation, hold_out, letter_questions, python_conversations, python_files, sum_questions
 from shards import read_shard, shard_header
 from tokenizer import encode, get_tokenizer, padded_vocab_size, token_bytes, token_dtype
@@ -60,7 +62,8 @@ def find_source(files, dataset, dataset_config, dataset_split):
             paths.update(glob.glob(pattern, recursive=True) or [pattern])
         kinds = {*map(kind_of, paths)}
         if len(kinds) > 1 or not kinds <= {*KINDS}:
-            raise ValueError(f"found {', '.join(kind or 'a name without a suffix' for kind in sorted(kinds))}")
+            found = (kind or "a folder or a name without a suffix" for kind in sorted(kinds))
+            raise ValueError(f"found {', '.join(found)}")
         return {"files": [[path, os.path.getsize(path)] for path in sorted(paths)]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}
@@ -337,16 +340,19 @@ if __name__ == "__main__":
         fail(f"--data_dir={folder}: an earlier version of prepare_data.py wrote these shards, and this one cannot add "
              "to them; train on them as they are, or give another --data_dir")
     else:
-        with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", "the same command resumes "
-                             "after the complete shards" + ("; if you have to fix or leave out a file, give another "
-                             "--data_dir" if files else ""), (Exception, KeyboardInterrupt)):
+        resume_hint = "the same command resumes after the complete shards"
+        with one_line_errors(f"{source_flag} --text_column={text_column} to {folder}", resume_hint + (
+                "; if you have to fix or leave out a file, give another --data_dir" if files else "")):
             print(f"opening {files or dataset}, after {meta['tokens']:,} tokens in complete shards ...", flush=True)
             meta["finished"] = False
             write_meta(folder, meta)
             if encoding.files:
                 write_tokenizer(folder / "tokenizer", encoding)
             batches = read_batches(source, text_column, meta["state"])
-            write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
+            try:
+                write_shards(folder, tokenize_batches(batches, encoding, num_threads), max_tokens, meta)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(resume_hint)
     summary = ("{documents:,} documents, {tokens:,} tokens, {bytes:,} bytes, {documents skipped:,} documents skipped"
                .format(**meta))
     if meta["train shards"] == 0:

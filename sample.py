@@ -204,12 +204,12 @@ if __name__ == "__main__":
 
     def write(beginning, ids, i):
         """Prints `beginning` and, while it is generated, the text after ids, with seed + i. Returns that text."""
-        print(sanitize(beginning), end="", flush=True)
-        if seed is not None:
-            torch.manual_seed(seed + i)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
         generated = ""
         try:
+            print(sanitize(beginning), end="", flush=True)
+            if seed is not None:
+                torch.manual_seed(seed + i)
             with autocast, one_line_errors(checkpoint, errors=ValueError):
                 for (token,) in generate(model, [ids], max_new_tokens, temperature=temperature, top_k=top_k,
                                          top_p=top_p, min_p=min_p, **limits):
@@ -252,7 +252,7 @@ if __name__ == "__main__":
     messages = []
     with suppress(EOFError, KeyboardInterrupt):
         for question in questions:
-            if question in ("/quit", "quit", "exit"):
+            if question in ("/quit", "quit", "exit") and not text:
                 break
             if question == "/reset" and not text:
                 messages = []

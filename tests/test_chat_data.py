@@ -411,10 +411,11 @@ def test_a_hub_data_set_is_read_again_once_it_has_changed(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("line, words", [
-    ('{"messages": [', "JSONDecodeError"), ("[1]", "TypeError"), ('{"message": []}', "KeyError"), ("7", "TypeError"),
+    ('{"messages": [', "JSONDecodeError"), ("[1]", "TypeError"), ("7", "TypeError"),
+    ('{"message": []}', "TypeError: found {'message': []}"),
     ('{"conversations": [{"user": "q"}]}', "KeyError: 'from'"), ("\udcff", "UnicodeDecodeError"),
     ("[" * 100_000, "RecursionError"),
-], ids=["broken", "list", "missing_key", "number", "faulty_turn", "not_utf8", "deep"])
+], ids=["broken", "list", "number", "missing_key", "faulty_turn", "not_utf8", "deep"])
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     good = json.dumps({"messages": turns("q", "a")})
@@ -452,7 +453,7 @@ def test_mistakes_are_refused_in_one_line(tmp_path, capsys, monkeypatch):
         (empty, None, "empty.jsonl: it has no conversation that can be used"),
         (f"{chats},{one}:0.01", chats, "--data.*one.jsonl:0.01.*none of its 1 usable.*raise its weight"),
         (chats, f"{one}:0.01", "--val_data.*one.jsonl:0.01"),
-        (one, None, "--data.*one.jsonl.*none of its 1 usable.*--val_data"),  # it is held out
+        (one, None, "--data.*one.jsonl.*none of its 1 usable.*validation; give more.*--val_data"),  # it is held out
     ]:
         check_error(words, build, tmp_path / "rows", data, val_data)
     assert "--chat_dir" in error_line(build, chats, chats)  # a file, where the folder should be

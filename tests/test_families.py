@@ -454,8 +454,10 @@ def test_a_template_that_would_train_on_questions_is_refused(qwen3):
                       "{%- if loop.last %}{{- '<|im_end|>' }}{%- endif %}\n    {%- endif %}\n{%- endfor %}"),
                      ("assistant\\n' }}\n{%- endif %}", "assistant\\n<thought>' }}\n{%- endif %}")]:
         tokenizer = changed_template(qwen3, old, new)
-        with pytest.raises(ValueError, match="begins answers unlike its generation prompt.*<thought>|does not end every"
-                                             " answer"):
+        # the reason does not show the question, so that it is counted for all conversations together
+        with pytest.raises(ValueError, match=r"begins answers unlike its generation prompt, which ends with '"
+                                             r"<\|im_end\|>\\n<\|im_start\|>assistant\\n<thought>'|"
+                                             r"does not end every answer"):
             render_chat(tokenizer, talk)
 
 
@@ -523,6 +525,11 @@ def test_thoughts_are_trained_on_where_the_template_keeps_them(qwen3):
         assert learned_text(tokenizer, talk) == learned
     earlier = render_chat(tokenizer, [*thoughts, *turns("c")], prompt=True)[0]  # as sample.py sends them back
     assert "hm" not in decode_chat(tokenizer, earlier)
+    for kept in ("<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n",
+                 "reasoning_content.strip('\\n') +"):
+        tokenizer = changed_template(qwen3, kept, "")  # as DeepSeek-R1-Distill's
+        with pytest.raises(ValueError, match="drops the thoughts of the last answer"):
+            render_chat(tokenizer, thoughts)
 
 
 def test_a_template_that_prompts_for_thoughts_trains_the_last_answer(qwen3):
