@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from configurator import HINTS, configure, fail, one_line_errors
+from configurator import HINTS, configure, fail, one_line_errors, update_settings
 from conftest import ROOT, error_line, one_line_or_works
 
 SCRIPT = '''
@@ -288,6 +288,13 @@ def test_values_without_a_run_are_refused(tmp_path, monkeypatch):
     for flag in ("--batch_size=0", "--n_layer=0", "--kv_lora_rank=0", "--rope_theta=-1.0", "--beta2=1.0",
                  "--sparsity=1.0", "--seed=-1", "--max_iters=-1", "--eval_interval=0", "--dropout=1.0"):
         assert f"error: {flag}: expected " in refusal(script, flag)
+
+
+def test_a_variable_that_is_annotated_after_the_settings_is_none_of_them(script):
+    config, _ = configure(vars(script), [])
+    script.__annotations__["lock"] = object
+    update_settings(vars(script), {**config, "steps": 11}, "a checkpoint")
+    assert script.steps == 11
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config").glob("[!_]*.py")), ids=lambda path: path.stem)

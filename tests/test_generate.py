@@ -327,6 +327,7 @@ def test_a_conversation_in_the_terminal(saved, tmp_path):
     args = ["--chat=True", "--temperature=0", "--max_new_tokens=3"]
     alone = sample(saved["chat"], *args, "--prompt=say on", "--system=be brief")
     untaught = sample(saved["base"], *args, "--prompt=say on")
+    assert answers(sample(saved["chat"], *args, "--prompt=quit"))  # a question, too
     script = typed(tmp_path, f"say the cat sat on the mat\nsay on\na\n/reset\nsay on\n{'x' * 80}\n/quit\nnot read\n")
     output = sample(saved["chat"], *args, "--system=be brief", script=script)
     assert "chat model" in alone and "base model" in untaught and "base model" not in alone
