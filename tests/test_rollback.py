@@ -25,6 +25,9 @@ def test_a_spike_is_a_multiple_of_the_average_from_the_50th_step_on(changes, spi
     losses[2], losses[60], losses[61] = 30.0, 10.3, 10.8  # averages of about 3.45 and, with 10.3 in it, 3.57
     norms[49], norms[54], norms[55] = 900.0, 9.0, 2000.0  # an average of about 17.6
     assert [i for i, step in enumerate(zip(losses, norms)) if guard.is_spike(i, *step)] == spikes
+    guard.stats |= {"loss": 3.0, "steps": 1000}
+    guard.is_spike(1000, 4.0, 1.0)
+    assert guard.stats["loss"] == pytest.approx(3.01)  # over about 100 steps
 
 
 @pytest.fixture
