@@ -456,7 +456,7 @@ def new_logger(shards, out_dir, resuming=False, **metric):
 
 
 def log_step(log, loss_sum=1.0, targets=1, tokens=1, seconds=1.0):
-    log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=1, clipped=0, seconds=seconds)
+    log.step(loss_sum=loss_sum, targets=targets, tokens=tokens, rows=1, clipped=1, seconds=seconds)
 
 
 @pytest.mark.parametrize("values, warned", [([3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 2.2, 2.3], [4, 5]),
@@ -506,7 +506,7 @@ def test_a_skipped_step_counts_in_the_utilization_and_not_in_the_mean_loss(shard
         log_step(log, loss_sum, targets, tokens=24, seconds=2.0)
     log.loader.wait_seconds = 3.0
     log.train(3)
-    expected = {"train_loss": 4.0, "mfu": 8.0, "ms": 2000, "tok_per_sec": 12, "useful": 0.75, "wait": 0.5}
+    expected = {"train_loss": 4.0, "mfu": 8.0, "ms": 2000, "tok_per_sec": 12, "useful": 0.75, "wait": 0.5, "clipped": 1}
     assert read_log(tmp_path, *expected) == {(key, 3): value for key, value in expected.items()}
 
 
