@@ -18,7 +18,7 @@ from filelock import FileLock
 
 import dataloader
 import machine
-from checkpoint import load_model
+from checkpoint import load_model, pick_max_seq_len
 from compiling import compile_options
 from configurator import read_config_file
 from conftest import (LLAMA, MLA, ROOT, TINY, check_close, check_compiled, check_resumed, check_same_run, defaults,
@@ -392,6 +392,7 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     begin = functools.partial(start, init_from=str(trained), out_dir=str(tmp_path))
     assert start(init_from="auto", out_dir=str(tmp_path))[1:] == (None, False)
     config, checkpoint, resuming = resume(learning_rate=0.1)
+    assert [pick_max_seq_len(None, n) for n in (100, 5000)] == [100, 4096]  # of sample.py and evaluate.py
     assert resuming and checkpoint["iter_num"] == 20 and (config["n_layer"], config["learning_rate"]) == (2, 0.1)
     assert (config["out_dir"], config["init_from"], config["max_iters"]) == (str(trained), "scratch", 20)
     assert capsys.readouterr().out == "changed on resume: learning_rate 0.003 -> 0.1\n"
@@ -408,7 +409,10 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
             (start, {"init_from": "resume", "out_dir": str(tmp_path)}, "--init_from=resume: --out_dir="),
             (start, {"out_dir": "o\udcff"}, "whose name is not UTF-8"),
             (begin, {"init_from": "auto", "stage": "chat"}, "--init_from=auto: chat tuning starts from a model"),
-            (resume, {"stage": "chat"}, "holds a base model"), (resume, {"seed": 1}, "--seed=1: the checkpoint was"),
+            (resume, {"stage": "chat"}, "holds a base model"),
+            *((resume, {name: value}, f"--{name}={value}: the checkpoint was trained with") for name, value in (
+                ("seed", 1), ("optimizer", "muon"), ("sparsity", 0.5), ("local_heads", True), ("teacher_cache", 8),
+                ("learn_temperature", True))),
             (resume, {"n_layer": 3}, "--n_layer=3: the model in"), (resume, {"arch": "llama"}, "--arch=llama: "),
             (resume, {"max_seq_len": 16}, "--max_seq_len=16: "), (begin, {"max_seq_len": 64}, "has 32 positions"),
             (begin, {"n_head": 4}, "--n_head=4: the model in"), (resume, {"teacher": "gpt2"}, "--teacher=gpt2: ")):
