@@ -25,7 +25,7 @@ from conftest import (LLAMA, MLA, ROOT, TINY, check_close, check_compiled, check
                       error_line, extra_flags, load, read_lines, read_log, refused, run, save_model, small_gpt,
                       write_shards)
 from dataloader import BatchLoader, TokenDataset, validation_loss
-from distributed import init_process, local_grad_accum_steps, make_autocast
+from distributed import init_process, local_grad_accum_steps, make_autocast, step_seed
 from log import Logger, find_nonfinite
 from model import GPT, GPTConfig
 from start import load_init_from, lock_out_dir, make_temporary_folder, take_settings
@@ -155,6 +155,7 @@ def test_each_step_drops_other_units(train, tmp_path):
     train(tmp_path, f"--data_dir={data}", "--batch_size=1", "--max_iters=3", "--gradient_accumulation_steps=1",
           "--learning_rate=0", "--min_lr=0", "--dropout=0.5", "--sample_tokens=0")
     assert len(set(read_log(tmp_path, "train_loss").values())) == 3
+    assert len({step_seed(1337, step, rank) for step in range(50) for rank in range(8)}) == 400  # nor two ranks
 
 
 def test_training_lines_come_at_the_first_step_each_interval_and_the_end(train, tmp_path):
