@@ -14,6 +14,7 @@ from chat_data import packed_mask_and_positions
 from conftest import (TINY, chats, check_close, check_error, check_same_run, error_line, load, new_gpt, read_log,
                       refused, run, same, save_model)
 from dataloader import BatchLoader, TokenDataset
+from distributed import clip_grad_norm
 from extras import distill
 from extras.distill import Distillation, TeacherCache, distill_loss, encode_top_k
 from model import GPT, IGNORE
@@ -112,8 +113,9 @@ def test_large_ids_and_a_teacher_that_is_sure(vocab_size):
 def distill_into(shards, tmp_path):
     """Makes a small GPT, its loader, another GPT that is its teacher, and the Distillation."""
     def new(dtype="float32", max_iters=2, checkpoint=None, max_seq_len=16, tokenizer="bytes", seed=0, data=shards,
-            **settings):
-        teacher, gpt = (new_gpt("gpt2", seed, n_layer=1, n_head=2, n_embd=width, max_seq_len=16) for width in (24, 16))
+            teacher_ids=512, **settings):
+        teacher, gpt = (new_gpt("gpt2", seed, n_layer=1, n_head=2, n_embd=width, max_seq_len=16, vocab_size=ids)
+                        for width, ids in ((24, teacher_ids), (16, 384)))
         config = {"teacher": str(save_model(tmp_path, teacher, tokenizer)), "data_dir": tmp_path,
                   "teacher_weight": 0.7, "teacher_temperature": 2.0, "learn_temperature": False, "teacher_cache": 0,
                   "batch_size": 2, "gradient_accumulation_steps": 2, **settings}
@@ -128,7 +130,7 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     batch["idx"][:, 7], batch["targets"][:, ::4] = 256, IGNORE
     batch["mask"], batch["positions"] = mask, positions = packed_mask_and_positions(batch["idx"] == 256)
     batch |= loader.transforms[0](batch)
-    x, t = gpt.hidden_states(batch["idx"], positions, mask), teacher(batch["idx"], None, positions, mask)
+    x, t = gpt.hidden_states(batch["idx"], positions, mask), teacher(batch["idx"], None, positions, mask)[..., :384]
     expected, sums = formula(x.flatten(0, 1), gpt.lm_head.weight, 2.0, batch["targets"].flatten(), 0.7,
                              t.flatten(0, 1))
     ce, kl, agreements, n = sums.tolist()
@@ -141,6 +143,10 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     assert distillation.metrics() == pytest.approx(logged, rel=1e-5)
     gpt(**broken)
     assert math.isnan(distillation.metrics()["ce_loss"])  # all steps were skipped
+    gpt(**batch).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for name, p in gpt.named_parameters() if "loss_fn" not in name])
+    gradient = distillation.log_temperature.grad.clone()
+    assert clip_grad_norm(gpt, 1e-3) == norm and distillation.log_temperature.grad == gradient  # T is not clipped
     assert gpt.eval()(**batch).item() == pytest.approx(ce, rel=1e-5)
 
     state = gpt.state_dict()
@@ -151,12 +157,15 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
         gpt.load_state_dict({name: p for name, p in state.items() if name != "transformer.ln_f.bias"})
     distillation.load_state_dict({**distillation.state_dict(), "log_temperature": 1.5})
     assert distillation.state_dict()["log_temperature"] == 1.5
+    fixed = distill_into(teacher_temperature=3.0)[-1]
+    fixed.load_state_dict(distillation.state_dict())  # a setting, which may change on resume
+    assert fixed.metrics()["temperature"] == pytest.approx(3.0)
 
 
 def check_batch(loader, teacher):
     """The next batch comes with what the teacher says of it."""
     batch = next(loader)
-    log_probs = teacher(batch["idx"]).log_softmax(-1)
+    log_probs = teacher(batch["idx"])[..., :384].log_softmax(-1)  # the rest of its ids is padding
     assert same([*batch["teacher"]], [encode_top_k(row, 5) for row in log_probs])
 
 
@@ -172,7 +181,7 @@ def test_half_precision_is_near(distill_into, cache):
 
 def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys, shards, tmp_path):
     def labelled(max_iters, **more):
-        made = distill_into(max_iters=max_iters, teacher_cache=5, **more)
+        made = distill_into(max_iters=max_iters, **{"teacher_cache": 5, **more})
         return capsys.readouterr().out.split(" rows")[0].split("labelling ")[1], *made
 
     text, _, loader, teacher, distillation = labelled(2)
@@ -184,7 +193,9 @@ def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys, shard
     assert labelled(2, checkpoint=checkpoint)[0] == "0 of 12"
     assert labelled(3, checkpoint={**checkpoint, "rows_seen": 8})[0] == "8 of 20"  # its first step was rolled back
     assert labelled(2, seed=1)[0] == "12 of 12"  # another teacher has another cache
-    assert labelled(2, dtype="bfloat16")[0] == "12 of 12"
+    for other in {"dtype": "bfloat16"}, {"teacher_cache": 6}, {"max_seq_len": 8}:
+        assert labelled(2, **other)[0] == "12 of 12"
+    assert len([*tmp_path.glob("teacher-*.cache")]) == 5  # one for each of these, and not a shared one
     path = shutil.copytree(shards, tmp_path / "copy") / "train_000000.bin"
     assert labelled(2, data=path.parent)[0] == "0 of 12"
     content = bytearray(path.read_bytes())
@@ -197,6 +208,7 @@ def test_the_rows_of_the_whole_run_are_labelled_once(distill_into, capsys, shard
     (dict(max_seq_len=17), "--max_seq_len=17.*16 positions"),
     (dict(tokenizer="gpt2"), "has bytes tokens.*ckpt.pt has gpt2 tokens"),
     (dict(teacher_cache=384), "--teacher_cache=384.*less than.*384"),
+    (dict(teacher_ids=300), "has 300 ids, the student 384"),
     (dict(learn_temperature=True, fsdp=True), "--learn_temperature=True"),
     (dict(checkpoint={"teacher": {"digest": "x"}, "path": "o/ckpt.pt"}), "--teacher=.*another.*=o/ckpt.pt"),
 ])
