@@ -309,10 +309,11 @@ def test_an_uncompiled_model_takes_blocks_for_a_mask_too():
 
 def test_a_row_is_shown_token_by_token(tmp_path):
     data = jsonl(tmp_path / "a.jsonl", [turns("hi", "yo\n"), turns("ho", "\x1b")])
-    shown = build(tmp_path / "rows", data, data)[0].format_row(0)
+    packed = build(tmp_path / "rows", data, data)[0]
     hi = "<|endoftext|>|<|user|>|h|i|<|end|>|<|assistant|>|[y]|[o]|[\\n]|[<|end|>]"
     ho = "<|endoftext|>|<|user|>|h|o|<|end|>|<|assistant|>|[\ufffd]|[<|end|>]"
-    assert shown == f"{hi}\n\n{ho}\n\n(padding: {64 - 9 - 7} of 64 positions)"
+    assert packed.format_row(0) == f"{hi}\n\n{ho}\n\n(padding: {64 - 9 - 7} of 64 positions)"
+    assert decode_chat(BYTES, packed.first_question()) == "<|endoftext|><|user|>hi<|end|><|assistant|>"
     dataset, _, _ = build(tmp_path / "rows", data, data, max_seq_len=9, pack=False)
     assert {dataset.format_row(i) for i in (0, 1)} == {
         f"{hi}\n\n(padding: 0 of 9 positions)", f"{ho}\n\n(padding: 2 of 9 positions)"}
