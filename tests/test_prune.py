@@ -38,8 +38,10 @@ def test_settings_left_out_follow_from_the_length_of_the_run(capsys):
     for max_iters, begin, end, interval in ((50000, 5000, 37500, 325), (3, 0, 2, 1), (0, 0, 0, 1)):
         pruner, _ = new_pruner(small_gpt("gpt2"), 0.5, max_iters)
         assert (pruner.begin, pruner.end, pruner.interval) == (begin, end, interval)
-        assert f"to 0.5 from step {begin} to {end}, every {interval} steps; the run ends at step {max_iters}" in \
-            capsys.readouterr().out
+        assert capsys.readouterr().out == (f"pruning by magnitude: to 0.5 from step {begin} to {end}, every {interval} "
+                                           f"steps; the run ends at step {max_iters}\n")
+    new_pruner(small_gpt("gpt2"), 0.5, 10, prune_end=11)
+    assert "WARNING: pruning by magnitude: to 0.5 from step 1 to 11" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("settings, words", [
