@@ -229,8 +229,9 @@ def test_the_hook_of_a_chat_model(capsys):
     gpt.hidden_states = lambda idx, *_, **__: torch.ones(*idx.shape, 64)
     gpt.lm_head.weight.data.zero_()[260] = 1  # the likeliest id is always <|end|>
     prompt = render_chat(get_tokenizer("bytes"), [{"role": "user", "content": "hi\x1b"}])[0] + [259]
-    print_sample(gpt, prompt, "chat", 0)
-    assert capsys.readouterr().out == "----- sample\n<|user|>hi\ufffd<|end|><|assistant|><|end|>\n-----\n"
+    for begins in 0, 1:  # with <|endoftext|>, or, as many templates have it, without
+        print_sample(gpt, prompt[begins:], "chat", 0)
+        assert capsys.readouterr().out == "----- sample\n<|user|>hi\ufffd<|end|><|assistant|><|end|>\n-----\n"
 
 
 # -----------------------------------------------------------------------------
