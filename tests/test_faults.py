@@ -21,7 +21,7 @@ from conftest import (ROOT, SFT, TINY, Program, chats, check_close, check_same_r
                       patched, read_log, run)
 from dataloader import TokenDataset
 from distributed import excepthook
-from interrupt import StopSignal, drop_failed_writes
+from interrupt import StopSignal, drop_failed_writes, resume_hint
 from tokenizer import get_tokenizer
 
 ARGS = [*TINY, "--sample_tokens=0"]
@@ -66,7 +66,13 @@ def test_signals_within_five_seconds_count_as_one_and_a_later_one_says_how_to_re
         handlers[signal.SIGINT](signal.SIGINT, None)
     excepthook(KeyboardInterrupt, end.value, None)
     error = capfd.readouterr().err
-    assert error.startswith("\ninterrupted: resume with ") and "--init_from=resume --out_dir='my out'\n" in error
+    assert error.startswith("\ninterrupted: resume with python ") and "--init_from=resume --out_dir='my out'\n" in error
+    for rank, code, start in (None, 130, "python"), ("0", 0, "torchrun ..."):
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        stop = StopSignal("o")
+        handlers[signal.SIGINT](signal.SIGINT, None)
+        assert stop.exit_code == code and resume_hint("o").startswith(f"resume with {start} ")
 
 
 def test_a_signal_saves_the_step_and_ends_with_code_0(shards, whole, tmp_path):
