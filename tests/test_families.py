@@ -139,6 +139,9 @@ def test_special_tokens_that_only_the_map_names(family, tmp_path):
     ours = HFTokenizer(read_files(tmp_path))
     assert ours.named_tokens == tokenizer.named_tokens and ours.eot_token == tokenizer.eot_token
     assert render_chat(ours, TALKS[0])[0] == reference(text, add_special_tokens=False)["input_ids"]
+    listed = json.loads(files["tokenizer_config.json"]) | {"added_tokens_decoder": {}}
+    ignored = {"tokenizer_config.json": json.dumps(listed), "special_tokens_map.json": '{"eos_token": "other"}'}
+    assert HFTokenizer({**files, **ignored}).named_tokens == tokenizer.named_tokens
 
 
 def test_a_template_that_looks_for_a_special_token_in_a_message_is_refused(qwen3):
