@@ -164,18 +164,27 @@ def test_special_tokens_that_the_tokenizer_would_not_find_are_refused(qwen3):
         render_chat(tokenizer, TALKS[0])
 
 
-@pytest.mark.parametrize("special, pre_tokenizer", [
-    (["<|endoftext|>", "<|end|>"], pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    (["<|endoftext|>"], pre_tokenizers.Metaspace(prepend_scheme="first"))])
-def test_chat_tokens_are_not_added_where_an_export_would_have_other_ids(special, pre_tokenizer):
+@pytest.mark.parametrize("special, pre_tokenizer, gap, room", [
+    (["<|endoftext|>", "<|end|>"], pre_tokenizers.ByteLevel(add_prefix_space=False), 0, False),
+    (["<|endoftext|>"], pre_tokenizers.Metaspace(prepend_scheme="first"), 0, False),
+    (["<|endoftext|>"], pre_tokenizers.ByteLevel(add_prefix_space=False), 1, False),
+    (["<|endoftext|>"], pre_tokenizers.ByteLevel(add_prefix_space=False), 0, True)])
+def test_chat_tokens_are_not_added_where_an_export_would_have_other_ids(special, pre_tokenizer, gap, room):
+    """gap: ids that no token has, before the last token."""
     bpe = Tokenizer(models.BPE())
-    byte_level = len(special) > 1
+    byte_level = type(pre_tokenizer) is pre_tokenizers.ByteLevel
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizer, decoders.ByteLevel() if byte_level else decoders.Metaspace()
     letters = pre_tokenizers.ByteLevel.alphabet() if byte_level else []
     text = "Na\u00efve \U0001f44d  a\n\t\u4e2d\u6587 12 <|endoftext|>"
     bpe.train_from_iterator([text], trainers.BpeTrainer(special_tokens=special, initial_alphabet=letters))
-    tokenizer = HFTokenizer({"tokenizer.json": bpe.to_str()})
-    assert "no room for our chat tokens" in error_line(check_chat_format, "model", tokenizer, 2000)
+    content = json.loads(bpe.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] += gap
+    tokenizer = HFTokenizer({"tokenizer.json": json.dumps(content)})
+    if not room:
+        assert "no room for our chat tokens" in error_line(check_chat_format, "model", tokenizer, 2000)
+    else:
+        check_chat_format("model", tokenizer, 2000)
 
 
 def test_a_text_begins_and_ends_with_the_tokens_of_its_family(family):
