@@ -422,12 +422,17 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path)
     line = refused("chat_sft.py", *RUN, f"--init_from={qwen3}", f"--teacher={tmp_path}/llama3", f"--data={talks}",
                    f"--chat_dir={tmp_path}/chat", f"--out_dir={tmp_path}/out")
     assert "its token 600 is <|e" in line and "the student's <|endoftext|>" in line
-    (tmp_path / "typed.txt").write_text("hi\nhello\n")  # a message that the template refuses does not end a chat
-    picky = changed(chat_template__jinja=template.replace("{%- set ns", "{%- if messages[-1].content == 'hi' %}"
-                                                          "{{ raise_exception('no') }}{%- endif %}{%- set ns", 1))
-    output = run(patched(tmp_path, "sample.py", f"sys.stdin = open({str(tmp_path / 'typed.txt')!r})"),
-                 f"--checkpoint={picky}", "--chat=True", "--max_new_tokens=3", "--device=cpu")
-    assert "(not understood: the model's chat template failed: no)" in output and output.count("model: ") == 1
+    # a message that the template refuses does not end a chat, and is gone; an answer, here three spaces, is stripped
+    (tmp_path / "typed.txt").write_text("hi\nhello\nbye\n")
+    picky = changed(chat_template__jinja=template.replace(
+        "{%- set ns", "{%- if messages[0].content == 'hi' or messages[1:] and messages[1].content.startswith(' ') %}"
+                      "{{ raise_exception('no') }}{%- endif %}{%- set ns", 1))
+    patch = (f"import torch\nsys.stdin = open({str(tmp_path / 'typed.txt')!r})\n"
+             f"torch.multinomial = lambda *_: torch.tensor([{encode(dated, ' ').tolist()}])")
+    output = run(patched(tmp_path, "sample.py", patch), f"--checkpoint={picky}", "--chat=True", "--max_new_tokens=3",
+                 "--device=cpu", "--top_k=0")
+    assert output.count("(not understood: the model's chat template failed: no)") == 1, output
+    assert output.count("model:    \n") == 2
     assert "failed: no" in refused("export_hf.py", f"--checkpoint={failing}", f"--out_dir={tmp_path}/exported")
     for name, content, words in [("tokenizer.json", "{", "Expecting"), ("tokenizer.json", None, "tokenizer.json"),
                                  ("tokenizer_config.json", "[]", "list")]:
