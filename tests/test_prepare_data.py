@@ -209,13 +209,14 @@ def test_half_a_surrogate_pair_in_json_becomes_the_replacement_character(tmp_pat
 def test_one_document_is_enough_and_its_tokens_are_gpt2s(tmp_path, gpt2_vocabulary):
     text = "A sentence of <|endoftext|> English.\n\nAnd its    next, isn't it?\n" * 20
     (tmp_path / "a.txt").write_text(text)
-    prepare(tmp_path, "--files=a.txt", "--data_dir=out", "--val_tokens=50")
+    advice = "This is little text for GPT-2 124M"
+    assert advice in prepare(tmp_path, "--files=a.txt", "--data_dir=out", "--val_tokens=50")
     assert all_tokens(tmp_path / "out") == [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
     assert read_meta(tmp_path / "out").items() > {"tokenizer": "gpt2", "vocab_size": 50304, "bytes": len(text)}.items()
     prepare(tmp_path, "--files=a.txt", "--data_dir=default")
     assert len(shard_tokens(tmp_path / "default", "val")[0]) == len(text) // 40
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 1_100_000, "id": "y" * 10_000_000}]))
-    prepare(tmp_path, "--files=a.json", "--data_dir=large", "--tokenizer=bytes")
+    assert advice not in prepare(tmp_path, "--files=a.json", "--data_dir=large", "--tokenizer=bytes")
     assert len(shard_tokens(tmp_path / "large", "val")[0]) == 2 ** 20
 
 
