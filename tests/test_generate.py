@@ -302,6 +302,7 @@ def test_it_completes_a_prompt_compiled(completed):
 @pytest.mark.parametrize("args, words", [
     (["--checkpoint=nowhere"], "nowhere"), (["--prompt=FILE:nowhere.txt"], "nowhere.txt"), (["--top_p=1.5"], "top_p"),
     (["--chat=True", "--num_samples=2"], "num_samples"), (["--system=be brief"], "--chat=True"),
+    (["--chat=True", "--prompt=FILE:/dev/null"], "FILE:/dev/null: is empty"),
 ])
 def test_mistakes_are_refused_in_one_line(saved, args, words):
     assert words in refused("sample.py", f"--checkpoint={saved['base']}", *args)
@@ -338,14 +339,26 @@ def test_a_conversation_in_the_terminal(saved, tmp_path):
     assert "turn does not fit any more and is forgotten" in before and "forgotten the beginning" not in before
     assert "longer than 48 positions: the model has forgotten the beginning" in after
     assert output.count("/reset starts a new conversation") == 1 and "/reset" not in alone
+    # max_new_tokens positions are left for an answer, but at most a quarter: 36 and 43 of 48 are for the prompt
+    for n, room in (20, 36), (5, 43):
+        for more in 0, 1:  # the second prompt is EUq.A, n times a, .U, a question, .A
+            script = typed(tmp_path, f"q\n{'q' * (room - n - 9 + more)}\n")
+            output = sample(says_a(tmp_path, 48), "--chat=True", "--temperature=0", f"--max_new_tokens={n}",
+                            script=script)
+            assert answers(output) == ["a" * n] * 2 and output.count("turn does not fit any more") == more
+
+
+def says_a(folder, max_seq_len):
+    """The checkpoint of a model to which the likeliest id is always a."""
+    gpt = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, max_seq_len=max_seq_len, vocab_size=384))
+    gpt.transformer.ln_f.weight.data.zero_()
+    gpt.transformer.ln_f.bias.data.fill_(1)
+    gpt.lm_head.weight.data[ord("a")] = 1
+    return save_model(folder, gpt)
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(tmp_path):
-    gpt = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, max_seq_len=20_000, vocab_size=384))
-    gpt.transformer.ln_f.weight.data.zero_()
-    gpt.transformer.ln_f.bias.data.fill_(1)
-    gpt.lm_head.weight.data[ord("a")] = 1  # always the likeliest id
-    program = Program(typed(tmp_path, "hello\n/reset\n"), f"--checkpoint={save_model(tmp_path, gpt)}", "--chat=True",
+    program = Program(typed(tmp_path, "hello\n/reset\n"), f"--checkpoint={says_a(tmp_path, 20_000)}", "--chat=True",
                       "--max_new_tokens=9000", "--temperature=0", "--device=cpu")
     assert program.read_until("model: aaaa")
     program.send("SIGINT")
