@@ -126,6 +126,10 @@ def test_interrupted_equals_uninterrupted(start, tmp_path, extra, ranks, stops):
     check_resumed("chat_sft.py", [*start, *extra], tmp_path, ranks, stops)
     if "--sparsity=0.7" in extra:
         assert read_log(tmp_path / "whole", "sparsity")["sparsity", 20] == pytest.approx(0.7, abs=1e-3)
+    if "--spike_norm=1e9" in extra:  # its averages are of the numbers in the log
+        for name, key in ("loss", "train_loss"), ("norm", "grad_norm"):
+            values = [*read_log(tmp_path / "whole", key).values()]
+            assert load(tmp_path / "whole")["health"][name] == pytest.approx(np.mean(values)) and len(values) == 20
 
 
 @pytest.mark.slow
