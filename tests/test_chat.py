@@ -50,7 +50,7 @@ def start(base, chats, tmp_path_factory):
 def sft(start, tasks, tmp_path_factory):
     """The out_dir of a run, and its output."""
     out_dir = tmp_path_factory.mktemp("sft") / "out"
-    return out_dir, run("chat_sft.py", *start, *tasks, "--epochs=9", f"--out_dir={out_dir}")  # --max_iters wins
+    return out_dir, run("chat_sft.py", *start, *tasks, "--epochs=9", "--save_interval=15", f"--out_dir={out_dir}")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,8 @@ def test_a_run_learns_logs_and_leaves_a_chat_model(sft, base):
     assert output.count("<|user|>") == output.count("----- sample") == 3
     assert f"python sample.py --checkpoint={out_dir}/ckpt.pt --chat=True" in output
     assert "of the positions are not padding" in output
+    assert "--max_iters=20 sets the length of the run, not --epochs=9.0" in output
+    assert load(out_dir, "ckpt_prev.pt")["iter_num"] == 15  # saved without an evaluation
     checkpoint = load(out_dir)
     assert checkpoint["stage"] == "chat"
     assert checkpoint["model_args"]["max_seq_len"] == checkpoint["config"]["max_seq_len"] == 64
@@ -160,11 +162,12 @@ def test_padded_to_2048_positions_every_step_has_one_shape(chats, tmp_path):
 
 def test_a_step_that_is_not_finite_is_skipped_and_training_lines_come_at_intervals(start, tmp_path):
     output = run("chat_sft.py", *start, "--learning_rate=1e30", "--warmup_iters=0", "--grad_clip=0", "--max_iters=7",
-                 "--log_interval=3", f"--out_dir={tmp_path}")
+                 "--log_interval=3", "--eval_interval=3", f"--out_dir={tmp_path}")
     log = read_log(tmp_path, "lr", "skipped")
     assert [key for key in log if key[0] == "lr"] == [("lr", i) for i in (1, 3, 6, 7)] and log["lr", 1] == 1e30
     assert "is not finite; 1 skipped so far" in output and log["skipped", 7] >= 1
     assert all(tensor.isfinite().all() for tensor in load(tmp_path)["model"].values())
+    assert load(tmp_path, "ckpt_prev.pt")["iter_num"] == 0  # an evaluation after a skipped step saves nothing
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ def test_epochs_at_the_start_and_on_resume(start, rows, tmp_path):
     flags = [arg for arg in start if not arg.startswith(("--max_iters", "--warmup", "--batch_size", "--grad"))]
     output = run("chat_sft.py", *flags, f"--out_dir={tmp_path}", "--epochs=0.2", "--sample_tokens=0")
     assert f"run: {math.ceil(0.2 * len(rows) / 32)} steps of 32 rows of 64" in output
+    assert "steps teach a model little; for few conversations" in output
     resume = ["--init_from=resume", f"--out_dir={tmp_path}", "--epochs=1", start[-1]]
     assert "--epochs has no meaning" in refused("chat_sft.py", *resume, "--batch_size=1")
     run("chat_sft.py", *resume, "--batch_size=1", "--gradient_accumulation_steps=32")  # as many rows per step
