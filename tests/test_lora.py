@@ -152,6 +152,7 @@ def test_a_run_learns_and_its_checkpoint_holds_adapters_alone(folder, tuned):
     n = sum(tensor.numel() for tensor in checkpoint["model"].values())
     n_base = sum(tensor.numel() for tensor in base["model"].values())
     assert f"LoRA: {n:,} of {n + n_base:,} parameters train" in output
+    assert "WARNING: a base model has not learned the chat tokens" in output
     assert len(checkpoint["optimizer"]["state"]) == 2 * 14
     merged = load_checkpoint(out_dir)["model"]  # the base, but for the matrices of the blocks
     assert merged.keys() == base["model"].keys()
