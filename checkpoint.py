@@ -80,9 +80,10 @@ def read_checkpoint(path):
     model_args.pop("local_heads", None)
     for name, value in model_args.items():
         if name not in GPTConfig.__annotations__:
-            raise ValueError(f"it was trained with {name}, which GPTConfig lacks here")
+            raise ValueError(f"it has {name}={value}, which GPTConfig lacks here")
         kind = GPTConfig.__annotations__[name]
-        check(f"{path}: {name}", value, {int: Positive, int | None: NonNegative | None}.get(kind, kind))
+        sizes = {int: Positive if getattr(GPTConfig, name) else NonNegative, int | None: NonNegative | None}
+        check(f"{path}: {name}", value, sizes.get(kind, kind))
     return {**checkpoint, "model_args": vars(GPTConfig(**model_args)), "path": str(path)}
 
 

@@ -104,11 +104,12 @@ def matmul_dtype(tensor):
 # -----------------------------------------------------------------------------
 # attention: one class per variant, chosen in Block below
 
-def attend(q, k, v, mask, dropout):
+def attend(q, k, v, mask, dropout, sdpa=F.scaled_dot_product_attention):
     """
     Softmax attention. q (B, T, nh, hd), k (B, S, nkv, hd), v (B, S, nkv, vd) -> (B, T, nh * vd).
     mask: (B, 1, T, S) bool, True where a query may look, never at a later key; None: causal, and S = T; or, without
     dropout, a BlockMask: FlexAttention (Dong et al. 2024) skips the blocks of scores in which no query may look.
+    sdpa: torch's, or extras/block_attention.py's on a model that is compiled for a CPU.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, positions, hd)
     if isinstance(mask, BlockMask):
@@ -118,8 +119,7 @@ def attend(q, k, v, mask, dropout):
     # no fast CUDA kernel takes grouped queries with a mask or in float32 (torch 2.13)
     if q.size(1) != k.size(1) and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-                                       enable_gqa=q.size(1) != k.size(1))
+    y = sdpa(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1))
     return y.transpose(1, 2).flatten(2)
 
 
@@ -146,8 +146,8 @@ def write_cache(cache, positions, *new):
 
 class Attention(nn.Module):
     """
-    What all variants share. extras/block_attention.py replaces `attend`, and sample.py `decode`, on a model that is
-    compiled for a CPU.
+    What all variants share. features.py replaces `attend`, and sample.py `decode`, on a model that is compiled for a
+    CPU.
     """
     attend, decode = staticmethod(attend), staticmethod(decode_attention)
 

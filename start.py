@@ -70,7 +70,8 @@ def load_init_from(config, overrides, stage):
         take_settings(config, overrides, checkpoint)
     for name in config.keys() & (model_args.keys() - {"max_seq_len", "dropout"}):
         if overrides.get(name, model_args[name]) != model_args[name]:
-            fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}")
+            fail(f"--{name}={overrides[name]}: the model in {source} has {model_args[name]}; leave the flag out, or "
+                 f"train another model with train_gpt2.py")
         config[name] = model_args[name]
     # a new run takes the model's positions, not the script's default
     asked = config["max_seq_len"] if resuming else overrides.get("max_seq_len")

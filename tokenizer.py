@@ -22,21 +22,21 @@ def get_tokenizer(name):
     gpt2's vocabulary (1.5 MB) once and keeps it in TIKTOKEN_CACHE_DIR, by default data/tiktoken beside this file.
     Otherwise `name` is a Hugging Face folder, or what tokenizer_entry returned: returns its HFTokenizer.
     """
-    if name not in ("gpt2", "bytes"):
-        where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
-        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
-                                    "model of the hub, fetch it with hf download NAME --local-dir FOLDER)"):
-            from hf_tokenizer import HFTokenizer, read_files  # not at the top: training does without it
-            return HFTokenizer(read_files(name) if isinstance(name, str) else name)
     if name == "bytes":
         encoding = tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,64})", special_tokens={END_OF_TEXT: 256},
                                      mergeable_ranks={bytes([i]): i for i in range(256)})
-    else:
+    elif name == "gpt2":
         cache = os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(__file__).resolve().parent / "data/tiktoken"))
         with one_line_errors(f"tokenizer='gpt2': its vocabulary could not be downloaded and is not in {cache}",
                              "set TIKTOKEN_CACHE_DIR to a folder that has it, or prepare the data with "
                              "--tokenizer=bytes, which downloads nothing"):
             encoding = tiktoken.get_encoding("gpt2")
+    else:
+        where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
+        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
+                                    "model of the hub, fetch it with hf download NAME --local-dir FOLDER)"):
+            from hf_tokenizer import HFTokenizer, read_files  # not at the top: training does without it
+            return HFTokenizer(read_files(name) if isinstance(name, str) else name)
     # the attributes of an HFTokenizer that other files read
     encoding.files, encoding.chat_template, encoding.text_rules = None, None, encoding.name
     encoding.special = encoding.stop_ids = {encoding.eot_token}

@@ -2,6 +2,7 @@
 Attention for a model that is compiled for a CPU. Below 768 positions torch's scaled_dot_product_attention works in
 smaller blocks there and takes 1.5 to 2 times as long.
 """
+import functools
 import math
 
 import torch
@@ -10,14 +11,19 @@ import torch.nn.functional as F
 from model import attend
 
 
-def attend_in_blocks(q, k, v, mask, dropout):
-    """model.attend, in blocks if it is being compiled, without dropout, over fewer than 768 positions."""
-    if dropout or not torch.compiler.is_compiling() or not q.size(1) == k.size(1) < 768:
-        return attend(q, k, v, mask, dropout)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, hd)
-    if q.size(1) != k.size(1):
+def sdpa_in_blocks(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa):
+    """
+    torch's scaled_dot_product_attention, in blocks if it is being compiled, without dropout, over fewer than 768
+    positions. q, k, v (B, heads, positions, width); attn_mask: causal, as in model.attend, or None.
+    """
+    if dropout_p or not torch.compiler.is_compiling() or not q.size(2) == k.size(2) < 768:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+    if enable_gqa:
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return BlockAttention.apply(q, k, v, mask).transpose(1, 2).flatten(2)
+    return BlockAttention.apply(q, k, v, attn_mask)
+
+
+attend_in_blocks = functools.partial(attend, sdpa=sdpa_in_blocks)  # with all else that you change in model.attend
 
 
 class BlockAttention(torch.autograd.Function):

@@ -46,6 +46,7 @@ def attention_of(device, options):
 def test_a_model_that_is_compiled_for_a_cpu_has_it(monkeypatch, capsys):
     """No other model has it; and without the file there is torch's, and a line that says so."""
     assert attention_of("cpu", {"mode": None}) is attend_in_blocks
+    assert attend_in_blocks.func is attend  # so that a change in it is trained, too
     assert attention_of("cpu", None) is attend and attention_of("cuda", {"mode": None}) is attend
     assert not capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "extras.block_attention", None)  # deleted

@@ -214,6 +214,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_never_takes_its_pl
     assert f"{tmp_path}/ckpt.pt: not a readable checkpoint" in error_line(load_checkpoint, tmp_path)
 
 
+def test_a_size_may_be_zero_if_that_is_its_default(shards, tmp_path, monkeypatch):
+    """A new field of a fork, such as a number of experts."""
+    path, checkpoint = saved(tmp_path, 1.0) / "ckpt.pt", load(tmp_path)
+    torch.save({**checkpoint, "model_args": {**checkpoint["model_args"], "max_seq_len": 0}}, path)
+    assert "max_seq_len=0: expected an int of at least 1" in error_line(load_checkpoint, path)
+    monkeypatch.setattr(GPTConfig, "max_seq_len", 0)
+    assert load_checkpoint(path)["model_args"]["max_seq_len"] == 0
+
+
 def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp_path):
     path = saved(tmp_path, 1.0) / "ckpt.pt"
     whole, checkpoint = bytearray(path.read_bytes()), load(tmp_path)
@@ -221,7 +230,7 @@ def test_a_checkpoint_of_something_else_or_damaged_inside_is_refused(shards, tmp
     for other in (nanogpt, [1], {**checkpoint, "model_args": {**checkpoint["model_args"], "heads": 3}}):
         torch.save(other, path)
         assert f"{path}: not a readable checkpoint" in (line := error_line(load_checkpoint, path))
-    assert "(it was trained with heads, which GPTConfig lacks here)" in line
+    assert "(it has heads=3, which GPTConfig lacks here)" in line
     whole[len(whole) // 2] ^= 1  # one bit of a weight
     path.write_bytes(whole)
     assert "the checksum of " in error_line(load_checkpoint, path)
