@@ -175,7 +175,8 @@ def load_hf(path):
     folder, name = path, hub_name(path)
     from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
-    advice = "" if Path(path, "config.json").exists() else (
+    fields = Path(path, "config.json")  # of a model, or settings of a run that has saved nothing
+    advice = "" if fields.is_file() and b"model_type" in fields.read_bytes() else (
         "expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or, with a network, owner/name "
         f"on the hub, or one of {', '.join(GPT2_MODELS)}")
     # alone: the hub may refuse one rank

@@ -439,6 +439,7 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path)
         folder = changed(**{name.replace(".", "__"): content})
         line = error_line(load_checkpoint, folder)
         assert line.startswith(f"error: {folder}: not a readable checkpoint") and words in line
+        assert "expected a ckpt.pt" not in line  # the right kind of folder
 
 
 def changed_template(folder, old, new):
