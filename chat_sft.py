@@ -149,7 +149,7 @@ if print_batch:
     raise SystemExit(0)
 check_ranks_agree({"step": checkpoint["iter_num"] if resuming else None, "data": train_rows.fingerprint})
 
-before = checkpoint["config"]
+before = {**config, **checkpoint["config"]}
 if resuming and max_iters is None and (
         global_batch_size != before["batch_size"] * before["gradient_accumulation_steps"]):
     fail(f"--batch_size={batch_size} --gradient_accumulation_steps={gradient_accumulation_steps}: with another number "
