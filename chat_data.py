@@ -368,8 +368,8 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
             if n == 0:
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
                      f"is left, with {len(held_out)} of the mixture held out for validation; "
-                     f"{'raise its weight, ' * bool(kept)}give more conversations, a larger --max_seq_len, or others "
-                     f"with --val_data.{list_notes(notes)}")
+                     f"{'raise its weight, ' if kept else ''}give more conversations, a larger --max_seq_len, or "
+                     f"others with --val_data.{list_notes(notes)}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats order
 

@@ -40,7 +40,7 @@ def load_checkpoint(path, merge=True):
     adapters of a LoRA run are merged into their base, and what a loss function learned is left out, except with
     merge=False.
     """
-    from import_hf import hub_name, load_hf  # not at the top: training does without it
+    from import_hf import ACCEPTED, hub_name, load_hf  # not at the top: training does without it
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
     if not candidates or hub_name(path):
@@ -58,8 +58,7 @@ def load_checkpoint(path, merge=True):
                 print0(f"WARNING: no readable {CHECKPOINTS[0]} in {path}: using the checkpoint before it, "
                        f"{candidate}, step {checkpoint['iter_num']}")
             return checkpoint
-    fail(f"{problem}; expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, owner/name on "
-         f"the hub, or one of gpt2, gpt2-medium, gpt2-large, gpt2-xl")
+    fail(f"{problem}; {ACCEPTED}")
 
 
 def read_checkpoint(path):
@@ -82,6 +81,7 @@ def read_checkpoint(path):
         if name not in GPTConfig.__annotations__:
             raise ValueError(f"it has {name}={value}, which GPTConfig lacks here")
         kind = GPTConfig.__annotations__[name]
+        # a size is above 0, unless its default is 0, as of a field that you have added
         sizes = {int: Positive if getattr(GPTConfig, name) else NonNegative, int | None: NonNegative | None}
         check(f"{path}: {name}", value, sizes.get(kind, kind))
     return {**checkpoint, "model_args": vars(GPTConfig(**model_args)), "path": str(path)}

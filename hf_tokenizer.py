@@ -192,7 +192,7 @@ class HFTokenizer:
                 raise ValueError(f"the model's chat template leaves out or rewrites the {message['role']}'s message")
             if is_answer:
                 thoughts = thoughts.rpartition("<think>")[2].strip()
-                if i == len(hidden) - 1 and thoughts not in outline[len(before):]:  # it may drop earlier ones
+                if i == len(hidden) - 1 and thoughts not in outline[len(before):]:  # a template may drop earlier ones
                     raise ValueError("the model's chat template drops the thoughts of the last answer")
                 end = self.special_token.search(outline, place)
                 if not end or self.bpe.token_to_id(end[0]) != self.end_token:

@@ -19,6 +19,8 @@ from model import GPT, GPTConfig, MLA_SIZES
 from tokenizer import get_tokenizer, tokenizer_entry
 
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
+ACCEPTED = ("expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or, with a network, "
+            f"owner/name on the hub, or one of {', '.join(GPT2_MODELS)}")
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
 RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a checkpoint; an export's run.json
 
@@ -176,9 +178,7 @@ def load_hf(path):
     from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
     fields = Path(path, "config.json")  # of a model, or settings of a run that has saved nothing
-    advice = "" if fields.is_file() and b"model_type" in fields.read_bytes() else (
-        "expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or, with a network, owner/name "
-        f"on the hub, or one of {', '.join(GPT2_MODELS)}")
+    advice = "" if fields.is_file() and b"model_type" in fields.read_bytes() else ACCEPTED
     # alone: the hub may refuse one rank
     with one_line_errors(f"{path}: not a readable checkpoint", advice, alone=bool(name)):
         if name:
