@@ -422,6 +422,14 @@ def test_what_cannot_be_tuned_is_refused_with_its_reason(qwen3, talks, tmp_path)
     line = refused("chat_sft.py", *RUN, f"--init_from={qwen3}", f"--teacher={tmp_path}/llama3", f"--data={talks}",
                    f"--chat_dir={tmp_path}/chat", f"--out_dir={tmp_path}/out")
     assert "its token 600 is <|e" in line and "the student's <|endoftext|>" in line
+    plain = changed(chat_template__jinja=None)  # so the four chat tokens follow the tokenizer's own
+    longer = json.loads((qwen3 / "tokenizer.json").read_text())
+    first = max(token["id"] for token in longer["added_tokens"]) + 1
+    longer["added_tokens"].append({**longer["added_tokens"][-1], "id": first, "content": "<|new|>"})
+    teacher = changed(chat_template__jinja=None, tokenizer__json=json.dumps(longer))
+    line = refused("chat_sft.py", *RUN, f"--init_from={plain}", f"--teacher={teacher}", f"--data={talks}",
+                   f"--chat_dir={tmp_path}/chat", f"--out_dir={tmp_path}/out")
+    assert f"its token {first} is <|new|>, the student's <|system|>" in line
     # a message that the template refuses does not end a chat, and is gone; an answer, here three spaces, is stripped
     (tmp_path / "typed.txt").write_text("hi\nhello\nbye\n")
     picky = changed(chat_template__jinja=template.replace(
