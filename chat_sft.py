@@ -75,9 +75,9 @@ max_iters: NonNegative | None = None  # None: as many as the epochs take
 weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
-muon_lr: NonNegativeFloat = 0.002  # muon: peak for the hidden matrices, times sqrt(12 / n_layer)
+muon_lr: NonNegativeFloat = 0.002  # muon: peak for the hidden matrices of 12 layers of 768; optim.py scales it
 embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None here and in the next two: learning_rate
-head_lr: NonNegativeFloat | None = None  # llama: peak for the output matrix, times (768 / n_embd)^0.75
+head_lr: NonNegativeFloat | None = None  # llama: peak for an output matrix 768 wide; optim.py scales it
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
 grad_clip: NonNegativeFloat = 1.0  # 0 = off
 lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"  # wsd: warmup-stable-decay

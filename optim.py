@@ -23,14 +23,15 @@ def configure_optimizer(model, config):
     config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
     muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; the others use learning_rate.
-    muon_lr and head_lr are meant for 12 layers of 768: Muon's rate falls with the root of the depth, and the head's
-    with the width to the power of 3/4, by our measurements (docs/lab_notes.md). A group's "lr_scale" is
-    its rate / learning_rate: one schedule scales them all.
+    muon_lr and head_lr are meant for 12 layers of 768. By our measurements (docs/lab_notes.md) Muon's rate falls with
+    depth^(1/3) and width^(1/10), the head's with width^(3/4). A group's "lr_scale" is its rate / learning_rate: one
+    schedule scales them all.
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
-    rates = {"matrices": config["muon_lr"] * math.sqrt(12 / model.config.n_layer) if muon else None,
+    depth, width = 12 / model.config.n_layer, 768 / model.config.n_embd
+    rates = {"matrices": config["muon_lr"] * depth ** (1 / 3) * width ** 0.1 if muon else None,
              "embeddings": config["embedding_lr"],
-             "head": config["head_lr"] and config["head_lr"] * (768 / model.config.n_embd) ** 0.75,
+             "head": config["head_lr"] and config["head_lr"] * width ** 0.75,
              "vectors": config["vector_lr"]}
     if learning_rate == 0 and any(rates.values()):
         fail("--learning_rate=0: the other rates are in proportion to it, on one schedule; give one above 0")

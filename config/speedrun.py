@@ -1,6 +1,6 @@
 # The fastest recipe we have found: llama blocks, Muon, and a learning rate for each kind of parameter that falls
-# linearly to zero. docs/benchmarks.md shows what each choice gains in small models. optim.py scales muon_lr with the
-# depth and head_lr with the width; the other rates suit all sizes that we tried (docs/lab_notes.md). No run was longer
+# linearly to zero. docs/benchmarks.md shows what each choice gains in small models. optim.py scales muon_lr and
+# head_lr with the model's size; the other rates suit all sizes that we tried (docs/lab_notes.md). No run was longer
 # than 4,000 steps.
 #   python train_gpt2.py config/speedrun.py
 arch = "llama"
