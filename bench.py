@@ -89,10 +89,11 @@ if __name__ == "__main__":
         fail(f"--nanogpt={nanogpt}: holds no train.py; expected the folder of a checkout of nanoGPT")
     if nanogpt and not all("=" in flag for flag in flags.split()):
         fail(f"--flags={flags}: with --nanogpt write --name=value; only this form sets nanoGPT's size, too")
-    if re.search(r"--(out_dir|overwrite)\b", flags):
-        fail(f"--flags={flags}: leave out --out_dir and --overwrite; the runs are in a temporary folder")
+    if re.search(r"--(out_dir|overwrite|max_iters)\b", flags):
+        fail(f"--flags={flags}: leave out --out_dir and --overwrite (the runs are in a temporary folder) and "
+             f"--max_iters (give --steps)")
     torch_device, sizes = init_process(device), flags.split()
-    if torch_device.type == "cpu" and not any(word.endswith(".py") for word in sizes):  # a config file has sizes
+    if torch_device.type == "cpu" and not re.search(r"\.py\b|--init_from\b", flags):  # these have sizes
         sizes = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--max_seq_len=256", *sizes]  # the last of two wins
     print(", ".join(f"{key} {value}" for key, value in describe_machine(torch_device).items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -144,8 +144,8 @@ def check_tokenizer(where, tokenizer, checkpoint):
 
 def fingerprint(checkpoint):
     """
-    SHA-256 of a checkpoint's weights, without the rows that pad a GPT-2 vocabulary on import, from 50257 on: they are
-    means, whose last bits depend on the machine.
+    SHA-256 of a checkpoint's weights, without the rows of a GPT-2 vocabulary from 50257 on: some of them pad it, as
+    means on import, whose last bits depend on the machine.
     """
     return digest_weights(None, checkpoint["model"], rows=50257 if checkpoint["tokenizer"] == "gpt2" else None)
 

@@ -18,8 +18,8 @@ HellaSwag and ARC use the prompts and scores of EleutherAI's lm-evaluation-harne
 compares the texts of the choices, like the harness's mmlu_continuation, without naming the subject; a chat model
 answers with a letter. GSM8K compares numbers: the one after ####, or else the last one of the answer. So does
 a task of another name if its rows have no choices; its prompt is the question as it stands, and each answer in the
-file must end with a number. Scores do not depend on the batch size or the number of ranks. The default is float32,
-because with less precision the padding of a batch can decide between two choices that are nearly tied.
+file must end with a number. Scores of tasks do not depend on the batch size or the number of ranks. The default is
+float32, because with less precision the padding of a batch can decide between two choices that are nearly tied.
 """
 import json
 import math

@@ -57,14 +57,15 @@ def find_source(files, dataset, dataset_config, dataset_split):
     missing, or if the files are not of one kind.
     """
     if files:
-        paths = set()
+        paths = {}  # by their normalized spelling, so that no file is read twice
         for pattern in map(str.strip, files.split(",")):
-            paths.update(glob.glob(pattern, recursive=True) or [pattern])
+            for path in glob.glob(pattern, recursive=True) or [pattern]:
+                paths.setdefault(os.path.normpath(path), path)
         kinds = {*map(kind_of, paths)}
         if len(kinds) > 1 or not kinds <= {*KINDS}:
             found = (kind or "a folder or a name without a suffix" for kind in sorted(kinds))
             raise ValueError(f"found {', '.join(found)}")
-        return {"files": [[path, os.path.getsize(path)] for path in sorted(paths)]}
+        return {"files": [[path, os.path.getsize(path)] for path in sorted(paths.values())]}
     if dataset == "python":
         return {"dataset": dataset, "version": sys.version.split()[0]}
     return {"dataset": dataset, "split": dataset_split,

@@ -122,10 +122,10 @@ def draw_runs():
         for line in log.open():
             with suppress(ValueError):  # half a line, of a run that was killed
                 entries.append(json.loads(line))
-        timed = [(0, 0.0), *((entry["iter"], entry["seconds"]) for entry in entries if "seconds" in entry)]
+        timed = [(0, 0.0), *((entry["tokens"], entry["seconds"]) for entry in entries if "seconds" in entry)]
         steps = [entry for entry in entries if "val_loss" in entry]
         # log_interval may leave no time at the step of an evaluation
-        seconds = np.interp([entry["iter"] for entry in steps], *zip(*timed)).round(3).tolist()
+        seconds = np.interp([entry["tokens"] for entry in steps], *zip(*timed)).round(3).tolist()
         losses = [entry["val_loss"] for entry in steps]
         points += [(log.parent.relative_to(out_dir), entry["iter"], entry["tokens"], second, loss)
                    for entry, second, loss in zip(steps, seconds, losses)]
@@ -146,6 +146,8 @@ if not (nanochat or nanogpt):
     raise SystemExit
 if nanochat and nanogpt:
     fail("--nanochat, --nanogpt: give one of them, the folder of a checkout")
+if Path(out_dir, "log.jsonl").exists():
+    fail(f"--out_dir={out_dir}: holds a log.jsonl, which would be replaced; give another folder")
 torch_device = init_process(device)
 train_data, val_data = (TokenDataset(data_dir, split, max_seq_len) for split in ("train", "val"))
 loader = BatchLoader(train_data, batch_size, seed, 0, 1, torch_device)

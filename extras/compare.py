@@ -6,7 +6,8 @@ Trains a list of settings over several seeds and prints a table: the mean of eac
 
 Each run has a folder in out_dir, named after its settings; a finished run has a result.json there. After an
 interruption, the same command resumes the unfinished run and repeats none of the finished ones, unless the code has
-changed. Runs start with --init_from=auto, so that they can be resumed; give a model as --init_from=auto:PATH.
+changed; if the data or a model has, give another out_dir. Runs start with --init_from=auto, so that they can be
+resumed; give a model as --init_from=auto:PATH.
 """
 import json
 import math

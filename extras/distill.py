@@ -153,6 +153,7 @@ class Distillation(nn.Module):
         return {"digest": self.digest, "log_temperature": self.log_temperature.item()}
 
     def load_state_dict(self, state):
+        self.sums.zero_()  # a rollback takes back the step that they end with
         if self.log_temperature.requires_grad:  # a fixed one is a setting, which may change on resume
             self.log_temperature.data.fill_(state["log_temperature"])
 

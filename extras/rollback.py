@@ -11,13 +11,14 @@ MAX_ROLLBACKS = 5  # exit at this many spikes in a row without getting past the 
 
 class SpikeGuard:
     """
-    Finds spikes and rolls the run back. Its state, the entry "health" of a checkpoint, holds moving averages and the
-    step of the last spike.
+    Finds spikes and rolls the run back. Its state, the entry "health" of a checkpoint, holds moving averages, the
+    number of rollbacks and the step of the last spike.
     """
 
     def __init__(self, config, optimizer):
-        self.config, self.optimizer, self.rollbacks, self.lr_factor = config, optimizer, 0, 1.0
-        self.stats = {"loss": 0.0, "norm": 0.0, "steps": 0, "faults": 0, "fault_at": -1, "calm_until": 0}
+        self.config, self.optimizer, self.lr_factor = config, optimizer, 1.0
+        self.stats = {"loss": 0.0, "norm": 0.0, "steps": 0, "faults": 0, "fault_at": -1, "calm_until": 0,
+                      "rollbacks": 0}
 
     def is_spike(self, iter_num, loss, grad_norm):
         """
@@ -59,7 +60,7 @@ class SpikeGuard:
         check_ranks_agree({"step": restored})  # waits until all ranks have read it: below rank 0 replaces it
         print0(f"WARNING: step {iter_num}: {self.spike}: rolled back to step {restored}; the data moves on")
         self.stats["calm_until"] = restored + 100
-        self.rollbacks += 1
+        self.stats["rollbacks"] += 1
         checkpointer.save(restored)  # with the data moved on and the spike counted
         log(restored, event="rollback")
         return restored
@@ -71,7 +72,7 @@ class SpikeGuard:
             group["lr"] *= self.lr_factor
 
     def metrics(self):
-        return {"rollbacks": self.rollbacks, "lr_factor": self.lr_factor}
+        return {"rollbacks": self.stats["rollbacks"], "lr_factor": self.lr_factor}
 
     def state_dict(self):
         return self.stats

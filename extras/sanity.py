@@ -78,5 +78,6 @@ def check(model, batch, optimizer, autocast, from_scratch, world_size, steps=100
     report(not no_past, f"layers whose attention ignores all earlier positions: {no_past or 'none'}")
     report(not future, f"layers whose attention sees later positions: {future or 'none'}")
     report(loss < 0.5 * first,
-           f"overfitting one micro-batch: its loss went from {first:.3f} to {loss:.3f} in {steps} steps")
+           f"overfitting one micro-batch: its loss went from {first:.3f} to {loss:.3f} in {steps} steps at the peak "
+           f"learning rate; less than half is expected")
     raise SystemExit(0 if all(results) else 1)

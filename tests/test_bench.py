@@ -46,7 +46,8 @@ def test_a_config_file_sets_the_size(tmp_path):
 def test_bench_refuses_what_it_cannot_time(tmp_path):
     for wrong, words in ((f"--nanogpt={tmp_path}", "holds no train.py"),
                          ("--steps=0", "expected an int of at least 1"),
-                         ("--flags=--n_layer=1 --out_dir=out", "leave out --out_dir and --overwrite")):
+                         ("--flags=--n_layer=1 --out_dir=out", "leave out --out_dir and --overwrite"),
+                         ("--flags=--max_iters=9", "and --max_iters (give --steps)")):
         line = refused("bench.py", "--compile=False", wrong)
         assert wrong in line and words in line
     (tmp_path / "train.py").touch()

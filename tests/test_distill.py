@@ -155,8 +155,10 @@ def test_it_is_the_loss_of_training_alone_and_in_no_state_dict(distill_into):
     gpt.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r'Missing key.*: "transformer.ln_f.bias"\.'):
         gpt.load_state_dict({name: p for name, p in state.items() if name != "transformer.ln_f.bias"})
+    assert distillation.sums.any()
     distillation.load_state_dict({**distillation.state_dict(), "log_temperature": 1.5})
     assert distillation.state_dict()["log_temperature"] == 1.5
+    assert not distillation.sums.any()  # a rollback took back what they hold
     fixed = distill_into(teacher_temperature=3.0)[-1]
     fixed.load_state_dict(distillation.state_dict())  # a setting, which may change on resume
     assert fixed.metrics()["temperature"] == pytest.approx(3.0)

@@ -321,6 +321,10 @@ def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qw
     other = HFTokenizer({"tokenizer.json": json.dumps(content)})
     check_tokenizer("data", other, full)
     assert other.name != tokenizer.name
+    content["added_tokens"] = [token | {"special": token["special"] and token["content"] != "<|im_end|>"}
+                               for token in content["added_tokens"]]  # text that spells it is one token then
+    other = HFTokenizer({"tokenizer.json": json.dumps(content)})
+    assert other.name in error_line(check_tokenizer, "data", other, full)
     full["model_args"]["vocab_size"] -= 1
     assert f"{tokenizer.n_vocab - 1} ids" in error_line(check_tokenizer, "data", tokenizer, full)
     full["tokenizer"] = {  # the same ids for text, but texts begin with another token

@@ -166,7 +166,7 @@ def test_each_file_is_read_once_and_empty_documents_are_skipped(tmp_path):
     (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(jsonl(["", None, *DOCUMENTS[:100], None])))
     (tmp_path / "in/d[1]").mkdir(parents=True)  # no pattern: the file is there
     (tmp_path / "in/d[1]/y.jsonl").write_bytes(jsonl(["", *DOCUMENTS[100:130]]))
-    printed = prepare(tmp_path, "--files=z.jsonl.gz, in/d[1]/y.jsonl,**/*.jsonl", "--tokenizer=bytes")
+    printed = prepare(tmp_path, "--files=z.jsonl.gz, in/d[1]/y.jsonl,**/*.jsonl,./z.jsonl.gz", "--tokenizer=bytes")
     assert "4 documents skipped" in printed and "130 documents" in printed
     assert all_tokens(tmp_path / "data/files") == bytes_tokens(DOCUMENTS[100:130] + DOCUMENTS[:100])
     n_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl*"))

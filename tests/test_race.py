@@ -46,18 +46,20 @@ def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp
         assert [(entry["iter"], entry["tokens"]) for entry in log] == [(0, 0), (10, 640), (20, 1280)]
         assert log[0]["val_loss"] == pytest.approx(5.95, abs=0.01) and log[2]["val_loss"] < log[0]["val_loss"]
         assert 0 == log[0]["seconds"] < log[1]["seconds"] < log[2]["seconds"]
+    assert "holds a log.jsonl" in refused(f"{ROOT}/docs/race.py", f"--nanochat={tmp_path}/nanochat", *args,
+                                          f"--out_dir={tmp_path}/runs/nanogpt")
     shutil.copytree(trained, tmp_path / "runs" / "ours")
-    (tmp_path / "runs" / "size" / "sparse").mkdir(parents=True)  # training lines at other steps than evaluations
+    (tmp_path / "runs" / "size" / "sparse").mkdir(parents=True)  # rolled back; training lines at other steps than evaluations
     (tmp_path / "runs" / "size" / "sparse" / "log.jsonl").write_text("\n".join(map(json.dumps, (
-        {"iter": 20, "tokens": 20, "seconds": 2.0}, {"iter": 25, "tokens": 25, "val_loss": 1.0},
-        {"iter": 30, "tokens": 30, "seconds": 4.0}))) + '\n{"iter": 4')  # half a line, of a run that was killed
+        {"iter": 20, "tokens": 20, "seconds": 2.0}, {"iter": 10, "tokens": 25, "val_loss": 1.0},
+        {"iter": 15, "tokens": 30, "seconds": 4.0}))) + '\n{"iter": 4')  # half a line, of a run that was killed
     run(f"{ROOT}/docs/race.py", f"--out_dir={tmp_path}/runs", env={})
     points = (tmp_path / "runs" / "race.csv").read_text().splitlines()
     assert [point.split(",")[:3] for point in points[1:-1]] == [
         [name, str(step), str(step * tokens)] for name, tokens in (("nanochat", 64), ("nanogpt", 64), ("ours", 256))
         for step in (0, 10, 20)]
     assert float(points[9].split(",")[3]) > float(points[8].split(",")[3]) > 0
-    assert points[-1] == "size/sparse,25,25,3.0,1.0"
+    assert points[-1] == "size/sparse,10,25,3.0,1.0"
     assert (tmp_path / "runs" / "race.png").exists()
 
 

@@ -59,7 +59,8 @@ def test_a_rollback_restores_the_last_checkpoint_but_not_the_position_in_the_dat
     log.forget_losses.assert_called_once_with()
     checkpoint = load(tmp_path)  # a run that is resumed from it continues after the spike
     assert (checkpoint["iter_num"], checkpoint["rows_seen"]["step"]) == (20, 25)
-    assert checkpoint["health"]["faults"] == 1 and load(tmp_path, "ckpt_prev.pt")["iter_num"] == 10
+    assert checkpoint["health"]["faults"] == checkpoint["health"]["rollbacks"] == 1
+    assert load(tmp_path, "ckpt_prev.pt")["iter_num"] == 10
     for iter_num, factor in ((119, 0.5), (120, 1.0)):
         guard.optimizer.param_groups[0]["lr"] = 2.0
         guard.scale_lr(iter_num)
