@@ -91,7 +91,8 @@ def test_each_group_has_its_own_rate_and_one_schedule_moves_them_all(optimizer):
     config = optimizer_config(optimizer, embedding_lr=0.1, head_lr=0.004, vector_lr=0.003)
     groups = configure_optimizer(gpt, config)
     # given for 12 layers of 768, and this model has two of 16
-    muon_lr, head_lr = 0.02 * (12 / 2) ** (1 / 3) * 48 ** 0.1, 0.004 * 48 ** 0.75
+    depth, width = 2 / 12, 16 / 768
+    muon_lr, head_lr = 0.02 * depth ** (-1 / 3) * width ** -0.1, 0.004 * width ** -0.75
     assert [group["lr"] for group in groups.param_groups] == [muon_lr if muon else 1e-3, 0.1, head_lr, 0.003]
     assert [group.get("betas") for group in groups.param_groups[1:]] == 3 * [(0.9, 0.95)]
     set_lr(groups, 5e-4)  # half the peak
@@ -225,7 +226,7 @@ def test_all_rows_of_a_matrix_move_equally_far(rows, cols):
 def test_muon_is_its_formula_for_hidden_matrices_and_adamw_for_the_rest(arch, backend):
     """Three steps with random gradients; its matmuls are in bfloat16, hence the tolerance."""
     gpt, twin = small_gpt(arch), small_gpt(arch)
-    muon_lr = 0.02 / (12 / 2) ** (1 / 3) / 48 ** 0.1  # at two layers of 16 a rate of 0.02
+    muon_lr = 0.02 * (2 / 12) ** (1 / 3) * (16 / 768) ** 0.1  # at two layers of 16 a rate of 0.02
     optimizer = configure_optimizer(gpt, optimizer_config("muon", weight_decay=5.0, muon_lr=muon_lr))
     adamw = configure_optimizer(twin, optimizer_config("adamw", weight_decay=5.0))
     if backend:

@@ -49,7 +49,7 @@ def test_both_read_the_rows_of_train_gpt2_and_all_are_drawn(shards, trained, tmp
     assert "holds a log.jsonl" in refused(f"{ROOT}/docs/race.py", f"--nanochat={tmp_path}/nanochat", *args,
                                           f"--out_dir={tmp_path}/runs/nanogpt")
     shutil.copytree(trained, tmp_path / "runs" / "ours")
-    (tmp_path / "runs" / "size" / "sparse").mkdir(parents=True)  # rolled back; training lines at other steps than evaluations
+    (tmp_path / "runs" / "size" / "sparse").mkdir(parents=True)  # rolled back; evaluated between log lines
     (tmp_path / "runs" / "size" / "sparse" / "log.jsonl").write_text("\n".join(map(json.dumps, (
         {"iter": 20, "tokens": 20, "seconds": 2.0}, {"iter": 10, "tokens": 25, "val_loss": 1.0},
         {"iter": 15, "tokens": 30, "seconds": 4.0}))) + '\n{"iter": 4')  # half a line, of a run that was killed
