@@ -28,10 +28,10 @@ def configure_optimizer(model, config):
     schedule scales them all.
     """
     learning_rate, muon = config["learning_rate"], config["optimizer"] == "muon"
-    depth, width = model.config.n_layer / 12, model.config.n_embd / 768
-    rates = {"matrices": config["muon_lr"] * depth ** (-1 / 3) * width ** -0.1 if muon else None,
+    rates = {"matrices": config["muon_lr"] * (model.config.n_layer / 12) ** (-1 / 3)
+                         * (model.config.n_embd / 768) ** -0.1 if muon else None,
              "embeddings": config["embedding_lr"],
-             "head": config["head_lr"] and config["head_lr"] * width ** -0.75,
+             "head": config["head_lr"] and config["head_lr"] * (model.config.n_embd / 768) ** -0.75,
              "vectors": config["vector_lr"]}
     if learning_rate == 0 and any(rates.values()):
         fail("--learning_rate=0: the other rates are in proportion to it, on one schedule; give one above 0")
