@@ -39,6 +39,12 @@ def read_files(folder):
     return files
 
 
+def text_parts(content):
+    """What decides the ids of plain text in a tokenizer.json: all but special tokens and post-processing."""
+    ordinary = [token for token in content.get("added_tokens") or () if not token["special"]]
+    return [*map(content.get, ("normalizer", "pre_tokenizer", "model")), *ordinary]
+
+
 class HFTokenizer:
     """
     files: from read_files. Raises an exception of any kind if the tokenizer cannot be used here. eot_token goes before
@@ -52,9 +58,7 @@ class HFTokenizer:
         if "tokenizer.json" not in files:
             raise ValueError("it has no tokenizer.json")
         self.files = {name: files[name] for name in FILES if name in files}  # no other files: export would write them
-        content = read("tokenizer.json")  # plain-text ids depend on the parts below, not on special tokens
-        content = json.dumps([content.get(key) for key in ("normalizer", "pre_tokenizer", "model")]
-                             + [token for token in content.get("added_tokens") or () if not token["special"]])
+        content = json.dumps(text_parts(read("tokenizer.json")))
         self.name = f"hf-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
         self.bpe = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
         self.bpe.no_truncation()
@@ -101,10 +105,9 @@ class HFTokenizer:
     @property
     def text_rules(self):
         """What decides the ids of plain text, unlike name the same however tokenizer.json spells its settings."""
-        content = json.loads(self.bpe.to_str())
-        model = {key: value or None for key, value in content["model"].items()}  # a prefix may be "" or null
-        ordinary = [token for token in content["added_tokens"] if not token["special"]]
-        return content["normalizer"], content["pre_tokenizer"], model, ordinary
+        normalizer, pre_tokenizer, model, *ordinary = text_parts(json.loads(self.bpe.to_str()))
+        model = {key: value or None for key, value in model.items()}  # a prefix may be "" or null
+        return normalizer, pre_tokenizer, model, ordinary
 
     def encode_with_offsets(self, text, special_as_text):
         """The ids of a text, with their offsets. special_as_text: text that spells a special token stays text."""
