@@ -26,7 +26,7 @@ from configurator import fail, format_error
 from dataloader import to_device
 from distributed import get_rank
 from model import IGNORE
-from prepare_data import is_json_list
+from prepare_data import is_json_list, kind_of, open_file
 from tokenizer import CHAT_TOKENS, sanitize, token_dtype
 
 VERSION = 7  # increment when tokenize_source's output changes: all sources are tokenized again
@@ -58,14 +58,15 @@ def split_hub_name(source):
 def read_rows(source):
     """
     Yields (where, row). source: a file with a JSON object on each line, which is yielded as bytes; a file with one
-    JSON list of objects; a .parquet file; or a data set on the Hugging Face hub (see split_hub_name).
+    JSON list of objects; either one also compressed (.gz or .zst); a .parquet file; or a data set on the Hugging Face
+    hub (see split_hub_name).
     """
     if source.endswith(".parquet"):
         import pyarrow.parquet
         batches = pyarrow.parquet.ParquetFile(source).iter_batches(1000)  # rows at a time
         rows = (row for batch in batches for row in batch.to_pylist())
     elif os.path.exists(source):
-        with open(source, "rb") as file:
+        with open_file(source) as file:
             if not is_json_list(file):
                 yield from ((f"{source}, line {i}", line) for i, line in enumerate(file, 1) if line.strip())
                 return
@@ -197,7 +198,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     tokenizes them, and the others wait for it; later runs find them in chat_dir. Counts what is truncated or skipped
     in `notes`: {reason: [count, where the first one is]}.
     """
-    if source.endswith((".json", ".jsonl", ".parquet")) and not os.path.exists(source):
+    if kind_of(source) in (".json", ".jsonl", ".parquet") and not os.path.exists(source):
         fail(f"--data or --val_data: {source}: there is no such file")
     try:
         import datasets  # takes a second
@@ -218,7 +219,7 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
             note, where = row["note"], row["where"]
             if note.startswith("error: "):
                 fail(f"{where}: {note[7:]}; expected {{\"messages\": [...]}}, or ShareGPT's or Alpaca's format, as "
-                     f"JSON in UTF-8, not compressed")
+                     f"JSON in UTF-8")
             if note:
                 notes.setdefault(note, [0, where])[0] += 1
             if row["pair"]:
@@ -229,9 +230,9 @@ def load_conversations(source, tokenizer, max_seq_len, chat_dir, notes):
     except Exception as error:
         cause = error.__cause__  # set if it failed while this process was tokenizing
         fail(f"--data or --val_data: {source!r}, cached in --chat_dir={chat_dir}: {format_error(cause or error)}; "
-             f"expected .json, .jsonl or .parquet files, or hub data sets as owner/name or owner/name/config@split, "
-             f"each as SOURCE or SOURCE:WEIGHT, WEIGHT passes per epoch; if {chat_dir}/generator is damaged, "
-             f"remove it: it will be rebuilt", alone=bool(cause))
+             f"expected .json, .jsonl (also .gz or .zst) or .parquet files, or hub data sets as owner/name or "
+             f"owner/name/config@split, each as SOURCE or SOURCE:WEIGHT, WEIGHT passes per epoch; if "
+             f"{chat_dir}/generator is damaged, remove it: it will be rebuilt", alone=bool(cause))
 
 
 # ---------------------------------------------------------------------------------------------------

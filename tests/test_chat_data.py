@@ -1,4 +1,5 @@
 """Chat data: the format token by token, truncation, packing, and a packed row equals its conversations."""
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import datasets
 import huggingface_hub
 import numpy as np
+import pyarrow
 import pytest
 import torch
 import torch.nn.functional as F
@@ -373,9 +375,13 @@ def test_other_formats_are_read_from_lines_a_list_parquet_and_the_hub(tmp_path, 
     monkeypatch.chdir(tmp_path)
     Path("lines.json").write_text("\n".join(map(json.dumps, rows)))
     Path("list.json").write_text("\ufeff\n" + json.dumps(rows), encoding="utf-8")
+    Path("lines.json.gz").write_bytes(gzip.compress(Path("lines.json").read_bytes()))
+    with pyarrow.CompressedOutputStream("list.json.zst", "zstd") as file:
+        file.write(Path("list.json").read_bytes())
     hub = {("owner/name", "config", "train"): rows, ("owner/name", None, "train_sft"): rows}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: hub[name, config, split])
-    for source, where in [("lines.json", "line 3"), ("list.json", "row 2"), ("owner/name/config", "row 2"),
+    for source, where in [("lines.json", "line 3"), ("list.json", "row 2"), ("lines.json.gz", "line 3"),
+                          ("list.json.zst", "row 2"), ("owner/name/config", "row 2"),
                           ("owner/name@train_sft", "row 2")]:
         train, _, text = build("rows", source, source)
         assert len(conversations_of(train.rows)[0]) == 8
@@ -424,7 +430,7 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line, words):
     for _ in range(2):  # kept, and read
         message = error_line(build, tmp_path / "rows", path)
         assert "a.jsonl, line 3: " in message and words in message and 'expected {"messages": [...]}' in message
-        assert "UTF-8, not compressed" in message
+        assert "as JSON in UTF-8" in message
 
 
 def test_what_is_skipped_is_counted(tmp_path, gpt2_vocabulary):
