@@ -7,6 +7,7 @@ tables of names. transformers and huggingface_hub are imported only when such a 
 """
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -241,7 +242,7 @@ def read_tokenizer(folder, vocab_size):
 
 def hub_name(path):
     """The name on the hub, owner/name, if a path does not exist and may be one (gpt2, ..., owner/name); else None."""
-    name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path)
+    name = f"openai-community/{path}" if str(path) in GPT2_MODELS else str(path).replace(os.sep, "/")
     is_file = Path(path).exists() or name.endswith((".pt", ".json", ".jsonl", ".parquet", ".gz", ".zst"))
     return name if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) and not is_file else None
 

@@ -6,6 +6,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,7 +17,8 @@ from machine import peak_memory_mb
 
 def resume_hint(out_dir):
     start = "torchrun ..." if "RANK" in os.environ else "python"
-    return f"resume with {start} {shlex.quote(sys.argv[0])} --init_from=resume --out_dir={shlex.quote(str(out_dir))}"
+    out_dir = shlex.quote(Path(out_dir).as_posix())  # / works on Windows too, quotes may not
+    return f"resume with {start} {shlex.quote(sys.argv[0])} --init_from=resume --out_dir={out_dir}"
 
 
 def drop_failed_writes():
@@ -28,7 +30,8 @@ def drop_failed_writes():
             return len(data)
 
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed at the start
-        raw = getattr(stream.buffer, "raw", stream.buffer)  # with python -u nothing is buffered
+        buffer = getattr(stream, "buffer", stream)  # a notebook's stream has none
+        raw = getattr(buffer, "raw", buffer)  # with python -u nothing is buffered
         raw.write = partial(write_or_drop, raw.write)
 
 
@@ -82,4 +85,4 @@ def finish(iter_num, done, checkpointer, log, stop, flags=""):
           f"{log.seconds:,.0f} s of training, {log.eval_seconds:,.0f} s of evaluating and saving; peak memory "
           f"{peak_memory_mb(log.loader.device):,.0f} MiB\n"
           f"checkpoint: {out_dir}/ckpt.pt, log: {out_dir}/log.jsonl; try it: python sample.py "
-          f"--checkpoint={shlex.quote(str(out_dir / 'ckpt.pt'))}{flags}")
+          f"--checkpoint={shlex.quote((out_dir / 'ckpt.pt').as_posix())}{flags}")

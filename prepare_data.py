@@ -367,7 +367,7 @@ if __name__ == "__main__":
     write_meta(folder, meta)
 
     # what to do with them
-    command = ["python", "train_gpt2.py", f"--data_dir={folder}"]
+    command = ["python", "train_gpt2.py", f"--data_dir={folder.as_posix()}"]
     if encoding.name == "bytes":
         command.insert(2, "config/quickstart.py")
     if dataset != "python":

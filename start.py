@@ -23,15 +23,17 @@ PER_START = ("out_dir", "overwrite", "print_batch", "chat_dir", "sanity_check")
 def lock_out_dir(config):
     """
     Makes out_dir and returns its lock: until this process exits, no other run writes there. Call it before anything in
-    the folder is read. out_dir=None becomes a temporary folder. --print_batch=True only reads, and gets no lock.
+    the folder is read. out_dir=None becomes a temporary folder. That gets no lock, nor does --print_batch=True, which
+    only reads.
     """
-    if config["out_dir"] is None:
-        config["out_dir"] = make_temporary_folder()
     out_dir = config["out_dir"]
+    if config["init_from"] == "resume" and not (out_dir and has_checkpoint(out_dir)):
+        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of an existing one")
+    if out_dir is None:
+        config["out_dir"] = make_temporary_folder()
+        return None
     with one_line_errors("--out_dir", "torch cannot read a checkpoint from a folder whose name is not UTF-8"):
         out_dir.encode()
-    if config["init_from"] == "resume" and not has_checkpoint(out_dir):
-        fail(f"--init_from=resume: --out_dir={out_dir} holds no run; give the folder of an existing one")
     if get_rank() == 0 and not config.get("print_batch"):
         with one_line_errors(f"--out_dir={out_dir}",
                              "give a folder that can be written to and that no other run is writing to", OSError):

@@ -166,6 +166,13 @@ def test_what_a_full_disk_or_a_closed_pipe_does_not_take_is_dropped(unbuffered):
             print("x", file=stream, flush=True)
 
 
+def test_a_notebooks_stdout_has_no_buffer():
+    with io.StringIO() as stream, redirect_stdout(stream):
+        drop_failed_writes()
+        print("x")
+        assert stream.getvalue() == "x\n"
+
+
 def test_results_that_a_full_disk_does_not_take_leave_no_file(trained, shards, tmp_path):
     full = """
 from pathlib import Path

@@ -16,7 +16,7 @@ from checkpoint import describe_model, load_checkpoint, load_model
 from conftest import TINY, check_error, error_line, load, new_gpt, read_log, refused, run, save_model, tokens
 from export_hf import to_hf, tokenizer_to_hf
 from hf_tokenizer import FILES
-from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf, import_transformers
+from import_hf import LLAMA3_ROPE, config_from_hf, config_to_hf, hub_name, import_transformers
 from tokenizer import get_tokenizer
 
 import_transformers()  # without its progress bars, which would stand among the errors
@@ -95,6 +95,11 @@ def test_the_four_names_are_fetched_from_the_hub(tmp_path, monkeypatch):
     (tmp_path / "hub/adapter_config.json").unlink()
     (tmp_path / "hub/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     load_refused(tmp_path / "hub", "model.safetensors is only a pointer to the file; run git lfs pull")
+
+
+def test_on_windows_a_name_on_the_hub_is_a_path_with_a_backslash(monkeypatch):
+    monkeypatch.setattr("os.sep", "\\")
+    assert hub_name("Qwen\\Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
 def test_weights_that_are_finer_than_config_json_says_are_not_rounded(tmp_path):

@@ -58,6 +58,12 @@ def test_there_are_commands():
             "bench.py", "docs/race.py", "extras/compare.py", "tests/bench_peers.py"} <= set(found) and len(found) > 40
 
 
+def test_commands_of_the_readme_can_be_pasted_into_zsh_and_cmd():
+    """zsh, a Mac's shell, passes comments on to the script, and Windows's cmd.exe single quotes."""
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL):
+        assert not re.search(r"(^|\s)#|[= ]'", block), block
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
