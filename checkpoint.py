@@ -68,7 +68,8 @@ def read_checkpoint(path):
         damaged = archive.testzip()  # torch.load does not compare checksums
     if damaged:
         raise ValueError(f"the checksum of {damaged} in it is wrong")
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # AdamW's moments stay in the mapped file until the run ends, and Windows cannot replace a file that is mapped
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=os.name != "nt")
     if "block_size" in checkpoint["model_args"]:
         checkpoint = convert_nanogpt(checkpoint)
     for key, kind in ENTRIES.items():
@@ -275,8 +276,8 @@ class Checkpointer:
         path, iter_num, facts = checkpoint["path"], checkpoint["iter_num"], self.facts
         with one_line_errors(path):
             if not 0 <= iter_num <= max_iters:
-                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {iter_num} steps; give more, or "
-                     f"in chat_sft.py more --epochs")
+                fail(f"--max_iters={max_iters}: the run in {self.out_dir} has taken {iter_num} steps; give more, or, "
+                     f"in chat tuning, more --epochs")
             if checkpoint["data"] != facts["data"]:
                 fail(f"the run in {self.out_dir} was started with other data; to train these weights on this data "
                      f"start a new run with --init_from={self.out_dir}/ckpt.pt --out_dir=...")

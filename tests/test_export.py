@@ -291,7 +291,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     assert "gelu=exact is not in the config.json of llama; if you changed model.py, describe" in line
     # changes of model.py: a soft cap, which small logits do not show, and ReLU squared in the MLP
     with monkeypatch.context() as patch:
-        patch.setattr("model.compute_logits", lambda x, weight: 30 * torch.tanh(x @ weight.t() / 30))
+        patch.setattr("model.compute_logits", lambda x, weight, *_: 30 * torch.tanh(x @ weight.t() / 30))
         untrained = save_model(tmp_path / "new", GPT(gpt.config))
         check_error("GPT2LMHeadModel computes other logits", export, untrained, folder)
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))

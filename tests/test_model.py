@@ -174,6 +174,20 @@ def test_all_logits_come_from_one_function(monkeypatch):
             function(*args)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_losses_and_scores_are_those_of_the_logits(variant):
+    """Whatever changes the logits, such as a soft cap: forgotten in a loss or a score, it would change only others."""
+    gpt, idx = new_gpt(variant), tokens()
+    gpt.lm_head.weight.data *= 100
+    targets = idx.roll(-1, 1)
+    expected = F.cross_entropy(gpt(idx).flatten(0, 1), targets.flatten(), reduction="sum").item()
+    rows = [(row[:-1].tolist(), {(i, 0): row[1:]}) for i, row in enumerate(torch.hstack((idx, targets[:, -1:])))]
+    with torch.no_grad():
+        losses = [gpt(idx, targets).item(), -sum(evaluate.log_likelihoods(gpt, rows).values())]
+    losses += [gpt(idx, targets).item(), gpt.train()(idx, targets).item()]
+    assert losses == pytest.approx([expected] * 4, rel=1e-5)
+
+
 def test_recompute_runs_each_block_again_in_backward_and_changes_no_gradient(monkeypatch):
     gpt, idx, calls = new_gpt("llama"), tokens(), []
     forward = Block.forward
