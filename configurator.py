@@ -144,6 +144,8 @@ def read_arguments(argv, settings):
     """
     from_files, flags, arguments = [], [], iter(argv)
     for arg in arguments:
+        if arg == "#":
+            break  # a comment; zsh, the shell of a Mac, passes it on
         if not arg.startswith("-"):
             from_files += [(f"{arg}: ", name, value) for name, value in read_config_file(arg).items()]
             continue

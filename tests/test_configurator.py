@@ -106,6 +106,10 @@ def test_files_first_then_flags_and_later_wins(script):
     assert configure(vars(script), argv=["b.py", "a.py"])[1]["rate"] == 1.0
 
 
+def test_a_comment_that_zsh_passes_on_is_one(script):
+    assert configure(vars(script), ["--steps=5", "#", "--steps=6", "or", "more"])[1] == {"steps": 5}
+
+
 def test_a_started_script_reads_its_command_line(script):
     Path("a.py").write_text("mode = 'fast'\nlimit = 3\n")
     done = run_script("--limit=4", "a.py", "--name=--steps=5", "--rate=3e-4")
