@@ -169,9 +169,10 @@ orig_model.recompute = recompute
 # Optional features attach here (features.py), as in train_gpt2.py.
 state, metrics = {"model": orig_model, "scaler": scaler, "rows_seen": loader}, []
 options = compile_options(config, torch_device)
+# FlexAttention, within its limits: steps take half the time; with older GPUs (T4) it is reported to fail
 if (options and torch_device.type == "cuda" and torch.cuda.get_device_capability(torch_device) >= (8, 0)
         and dropout == 0 and orig_model.config.head_dim >= 16):
-    train_rows.block_mask = val_rows.block_mask = True  # FlexAttention, within its limits: steps take half the time
+    train_rows.block_mask = val_rows.block_mask = True
 change_model(orig_model, loader, num_iters, config, amp_dtype, options, checkpoint, resuming, state, metrics)
 
 # The model is compiled for one shape, (batch_size, max_seq_len), in training and validation. Everything that has
