@@ -61,11 +61,11 @@ def time_nanogpt(script, argv, device):
 
 
 def profile_steps(argv, steps, device):
-    """Runs train_gpt2.py in this process, with torch's profiler on in the three steps after the first `steps`."""
+    """Runs train_gpt2.py in this process and profiles three steps, after `steps` and the profiler's warm-up."""
     from torch._inductor import config as inductor
     inductor.cpp.enable_kernel_profile = True  # else compiled CPU kernels have no names
     with torch.profiler.profile(schedule=torch.profiler.schedule(wait=steps, warmup=1, active=3)) as profiler:
-        # every optimizer here has one AdamW; Muon's wrapper would call this three times a step
+        # every optimizer here has one AdamW; MuonAdamW's own step would call this once more
         register_optimizer_step_post_hook(lambda step, *_: isinstance(step, torch.optim.AdamW) and profiler.step())
         trace = Path("trace.json").resolve()
         run_script(TRAIN, [*argv, f"--max_iters={steps + 4}"])

@@ -42,7 +42,7 @@ def parse_mixture(text):
     for part in text.split(","):
         source, weight = re.fullmatch(r"(?s)(.*?)(?::(\d*\.?\d+))?", part.strip()).groups("1")
         if not source:
-            fail(f"--data or --val_data: {text!r}: '' is no source; expected .json, .jsonl or .parquet files, or "
+            fail(f"--data or --val_data: {text!r}: '' is not a source; expected .json, .jsonl or .parquet files, or "
                  f"hub data sets, separated by commas")
         sources[source] += float(weight)
     return sources
@@ -83,7 +83,7 @@ def read_rows(source):
 def to_messages(row):
     """
     The messages of a row (a dict, or a line of JSON) that has our format, ShareGPT's or Alpaca's. Raises ValueError if
-    they are not all of it.
+    it holds more than these, TypeError if it has none of the formats.
     """
     if isinstance(row, bytes):
         row = json.loads(row)
@@ -101,7 +101,7 @@ def to_messages(row):
         question = "\n".join(filter(None, [row["instruction"], row.get("input")]))
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
     if (row.get("tools") or "[]") != "[]" or row.get("history"):
-        raise ValueError("it has tools or a history beside its messages")
+        raise ValueError("it has tools or a history besides its messages")
     system = row.get("system") or row.get("system_prompt")
     return [{"role": "system", "content": system}, *messages] if system else messages
 
@@ -304,7 +304,7 @@ class ChatDataset:
         Keyword arguments of GPT.forward, on `device`: idx and targets (B, T) int64, IGNORE where not trained on; if
         packed, also mask and positions. Otherwise padding needs no mask: it comes last, and attention is causal.
         """
-        # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of 2 T
+        # two arrays, not two views of one: a single row's view would keep a stride of 2 T and cause a recompile
         idx, targets = (self.rows[indices, i].astype(np.int64) for i in (0, 1))
         begins = targets == self.text_start
         targets[targets >= self.text_start] = IGNORE
@@ -370,7 +370,7 @@ def build_datasets(chat_dir, data, val_data, tokenizer, max_seq_len, pack, seed)
                 fail(f"--data or --val_data: {source}:{weight:g}: none of its {len(loaded[i])} usable conversations "
                      f"is left, with {len(held_out)} of the mixture held out for validation; "
                      f"{'raise its weight, ' if kept else ''}give more conversations, a larger --max_seq_len, or "
-                     f"others with --val_data.{list_notes(notes)}")
+                     f"separate ones with --val_data.{list_notes(notes)}")
             order = np.random.default_rng((seed, i)).permutation(len(kept))
             mixed += [kept[j] for j in np.resize(order, n)]  # repeats order
 

@@ -43,7 +43,7 @@ out_dir: str | None = "out-chat"  # checkpoints, config.json, log.jsonl and loss
 init_from: str = "out/ckpt.pt"  # a path | gpt2, gpt2-medium, ... | resume | auto:PATH (resume if possible)
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 100  # evaluate and save a checkpoint every this many steps
-eval_iters: Positive = 64  # micro-batches per evaluation, the first of val
+eval_iters: Positive = 64  # micro-batches per evaluation, from the start of val
 save_interval: Positive | None = None  # also save every this many steps, without an evaluation
 eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
@@ -75,7 +75,7 @@ max_iters: NonNegative | None = None  # None: as many as the epochs take
 weight_decay: NonNegativeFloat = 0.0  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
-muon_lr: NonNegativeFloat = 0.002  # muon: peak for the hidden matrices of 12 layers of 768; optim.py scales it
+muon_lr: NonNegativeFloat = 0.002  # muon: peak for the hidden matrices at 12 layers, 768 wide; optim.py scales it
 embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None here and in the next two: learning_rate
 head_lr: NonNegativeFloat | None = None  # llama: peak for an output matrix 768 wide; optim.py scales it
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
@@ -125,7 +125,7 @@ if "epochs" in overrides and overrides.get("max_iters") is None:
     config["max_iters"] = None  # not that of the run to resume
 elif "epochs" in overrides:
     print0(f"--max_iters={config['max_iters']} sets the length of the run, not --epochs={config['epochs']}")
-update_settings(globals(), config, checkpoint and checkpoint["path"])  # the settings of what it starts from
+update_settings(globals(), config, checkpoint and checkpoint["path"])  # config may hold a checkpoint's settings
 if not print_batch:
     check_out_dir(config, resuming, checkpoint)
 torch_device = init_process(device)
@@ -191,12 +191,12 @@ if sanity_check:
 print0(f"from {describe_model(checkpoint)}")
 checkpoint = None  # frees its memory
 
-num_rows = loader.rows_seen + (num_iters - iter_num) * global_batch_size  # of the run, those before a resume included
+num_rows = loader.rows_seen + (num_iters - iter_num) * global_batch_size  # of the whole run, resumed or not
 print0(f"run: {num_iters:,} steps of {global_batch_size} rows of {max_seq_len}, "
        f"{num_rows / len(train_rows):.2f} epochs; {world_size} x {torch_device.type}, {amp_dtype}")
 if num_iters < 20:
-    print0(f"WARNING: {num_iters} steps teach a model little; for few conversations take smaller steps and more of "
-           f"them, e.g. --gradient_accumulation_steps=1 --batch_size=1 --epochs=30")
+    print0(f"WARNING: {num_iters} steps teach a model little; for few conversations use smaller batches and more "
+           f"epochs, e.g. --gradient_accumulation_steps=1 --batch_size=1 --epochs=30")
 report_settings(config, overrides, torch_device)
 compile_seconds = warm_up(model, eval_model, opt, loader.peek(), autocast, options)
 log = Logger(out_dir, num_iters, eval_interval, loader, orig_model.flops_per_token(max_seq_len),
@@ -248,7 +248,7 @@ while True:
         hook(iter_num)
     grad_norm = clip_grad_norm(orig_model, grad_clip)
     loss_sum, stopping = all_reduce(loss_sum, torch.full_like(loss_sum, stop.requested))
-    finite, loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # waits for gradients
+    finite, loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # the CPU waits here
     scaler.update()
     if not finite:
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts

@@ -40,7 +40,7 @@ def load_checkpoint(path, merge=True):
     adapters of a LoRA run are merged into their base, and what a loss function learned is left out, except with
     merge=False.
     """
-    from import_hf import ACCEPTED, hub_name, load_hf  # not at the top: training does without it
+    from import_hf import ACCEPTED, hub_name, load_hf  # not at the top: a run from scratch does not need it
     path = Path(path)
     candidates = [path / name for name in CHECKPOINTS if (path / name).exists()] if path.is_dir() else [path]
     if not candidates or hub_name(path):
@@ -82,7 +82,7 @@ def read_checkpoint(path):
         if name not in GPTConfig.__annotations__:
             raise ValueError(f"it has {name}={value}, which GPTConfig lacks here")
         kind = GPTConfig.__annotations__[name]
-        # a size is above 0, unless its default is 0, as of a field that you have added
+        # sizes are above 0, except where the default is 0, as it may be for a field that you added
         sizes = {int: Positive if getattr(GPTConfig, name) else NonNegative, int | None: NonNegative | None}
         check(f"{path}: {name}", value, sizes.get(kind, kind))
     return {**checkpoint, "model_args": vars(GPTConfig(**model_args)), "path": str(path)}
@@ -99,7 +99,7 @@ def load_model(path, device):
 
 
 def pick_max_seq_len(max_seq_len, positions, most=4096):
-    """--max_seq_len if it is given and the model has as many positions; else the model's positions, at most `most`."""
+    """--max_seq_len if given, else the model's positions, at most `most`. Exits if the model has fewer than given."""
     if max_seq_len and max_seq_len > positions:
         fail(f"--max_seq_len={max_seq_len}: the model has {positions} positions; give at most that")
     return max_seq_len or min(most, positions)
@@ -136,8 +136,8 @@ def check_tokenizer(where, tokenizer, checkpoint):
         fail(f"{where}: has {tokenizer.name} tokens, but the model {checkpoint['path']} has {expected.name} tokens, "
              f"{vocab_size} ids")
     if tokenizer.eot_token != expected.eot_token:
-        fail(f"{where}: a text begins with the token {tokenizer.eot_token}, but for the model {checkpoint['path']} "
-             f"with {expected.eot_token}; use the tokenizer of this model")
+        fail(f"{where}: texts begin with the token {tokenizer.eot_token}, but with {expected.eot_token} for the model "
+             f"{checkpoint['path']}; use this model's tokenizer")
 
 
 # -----------------------------------------------------------------------------
@@ -145,8 +145,8 @@ def check_tokenizer(where, tokenizer, checkpoint):
 
 def fingerprint(checkpoint):
     """
-    SHA-256 of a checkpoint's weights, without the rows of a GPT-2 vocabulary from 50257 on: some of them pad it, as
-    means on import, whose last bits depend on the machine.
+    SHA-256 of a checkpoint's weights, without rows 50257 and up of a GPT-2 vocabulary. An import pads it with means,
+    whose last bits depend on the machine.
     """
     return digest_weights(None, checkpoint["model"], rows=50257 if checkpoint["tokenizer"] == "gpt2" else None)
 
@@ -242,7 +242,7 @@ class Checkpointer:
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
         facts, best_before = self.facts, self.facts["best_val_loss"]
-        # resumed at a step whose evaluation is saved: a new save would only hold a new optimizer's learning rates
+        # resumed at a step that is saved with this evaluation: a new save would differ only in the learning rates
         written = (self.keep_previous and val_loss == facts["val_loss"]
                    and iter_num == facts["val_iter"] == self.saved_iter)
         if val_loss is not None:
@@ -255,7 +255,7 @@ class Checkpointer:
         try:
             if not written:  # a step saved again, as after a rollback, replaces its own file, not the one before it
                 write_checkpoint(self.out_dir, checkpoint, self.keep_previous and iter_num != self.saved_iter)
-            if self.saved_iter is None:  # not resumed, and its first save: remove what an overwritten run left
+            if self.saved_iter is None:  # the first save of a new run: remove what an overwritten one left
                 for path in (self.out_dir / "ckpt_prev.pt", best, base):
                     path.unlink(missing_ok=True)
             self.saved_iter, self.keep_previous, what = iter_num, True, f"ckpt_best.pt or {BASE} of step {iter_num}"
@@ -288,11 +288,11 @@ class Checkpointer:
             before, now = (config.get("eval_iters", 1) * config.get("batch_size", 1)
                            for config in (checkpoint["config"], facts["config"]))
             if before != now:
-                print0(f"WARNING: validation reads up to {now} rows now and read up to {before} before: if it has "
-                       f"more than {min(before, now)}, the losses are not comparable, and ckpt_best.pt stays until "
-                       f"one is lower; --eval_iters can make up for --batch_size")
+                print0(f"WARNING: validation now reads up to {now} rows, before it read up to {before}: if val has "
+                       f"more than {min(before, now)} rows, the losses are not comparable, and ckpt_best.pt stays "
+                       f"until one is lower; --eval_iters can make up for --batch_size")
             facts |= {"val_loss": checkpoint["val_loss"], "val_iter": checkpoint["val_iter"],
-                      "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}  # of nan: inf
+                      "best_val_loss": min(math.inf, checkpoint["best_val_loss"])}  # nan becomes inf
             self.restore(checkpoint)
         print0(f"resumed at step {iter_num}")
         return iter_num

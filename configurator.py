@@ -81,7 +81,7 @@ def one_line_errors(where="", advice="", errors=Exception, alone=False):
 
 def excepthook(kind, error, tb):
     """
-    One line for Ctrl-C and for an OSError, as of a full disk, with the script's line that led to it; nothing for a
+    One line for Ctrl-C and for an OSError, such as a full disk, with the script's line that led to it; nothing for a
     closed output; otherwise the traceback.
     """
     if issubclass(kind, KeyboardInterrupt):
@@ -160,7 +160,7 @@ def read_arguments(argv, settings):
 
 
 def read_config_file(path):
-    """The plain assignments of a config file, as a dict, without imports and _names."""
+    """The settings in a config file, its own and those that it imports, as a dict without modules and _names."""
     if not (path.endswith(".py") and os.path.isfile(path)):
         fail(f"{path}: no such config file, or its name does not end in .py; write a setting as --name=value")
     with one_line_errors(path, errors=(Exception, SystemExit)):
@@ -169,7 +169,7 @@ def read_config_file(path):
 
 
 def members(hint):
-    """The annotations that a union joins, or the one that it is."""
+    """The members of a union annotation, or the annotation itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 

@@ -35,7 +35,7 @@ class TokenDataset:
         names = sorted(glob.glob(f"*{split}_[0-9]*.bin", root_dir=data_dir))
         nanogpt = f"{data_dir}/{split}.bin"
         if os.path.exists(f"{data_dir}/meta.pkl"):
-            fail(f"data_dir={data_dir}: nanoGPT's tokens of single characters; prepare the text again, with "
+            fail(f"data_dir={data_dir}: nanoGPT's character-level tokens; prepare the text again, with "
                  f"python prepare_data.py --files={data_dir}/input.txt --tokenizer=bytes --data_dir=...")
         if not names and not os.path.exists(nanogpt):
             sources = {"python": "--dataset=python", "fineweb-edu": "--max_tokens=1000000000"}
@@ -68,7 +68,7 @@ class TokenDataset:
         if len(self) == 0:
             fail(f"max_seq_len={max_seq_len}: a row needs {max_seq_len + 1} tokens, and the longest {split} shard in "
                  f"{data_dir} has {max(map(len, self.shards))} tokens; lower it, or prepare more data"
-                 f"{' or a larger --val_tokens' if split == 'val' else ''}")
+                 f"{' with a larger --val_tokens' if split == 'val' else ''}")
 
     def __len__(self):
         return int(self.starts[-1])
@@ -91,7 +91,7 @@ class TokenDataset:
             fail(f"--data_dir={self.data_dir}: holds the token {rows.max()}, but the vocabulary of its tokenizer, "
                  f"{self.tokenizer.name}, ends at {self.vocab_size - 1}: its shards come from another tokenizer, or "
                  f"are damaged", alone=True)
-        # two arrays and not two views of one: for a single row a view would count as contiguous with a stride of T + 1
+        # two arrays, not two views of one: a single row's view would keep a stride of T + 1 and cause a recompile
         return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
 
     def get_batch(self, indices, device):
@@ -119,7 +119,7 @@ class BatchLoader:
     m * world_size + r of the run, so any number of ranks sees the same rows.
 
     sources: each maps indices to arrays that join the batch, and is read ahead too. transforms: each maps a batch to
-    tensors that join it when the batch is taken.
+    tensors that join it when the batch is taken or peeked at.
     """
 
     def __init__(self, dataset, batch_size, seed, rank, world_size, device):

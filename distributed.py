@@ -43,7 +43,7 @@ def init_process(device):
         fail(f"--device={device}: under torchrun expected cuda, which gives each rank its own GPU, or cpu")
     with one_line_errors(f"--device={device}", "expected auto, cpu, cuda, cuda:N or mps; torchrun needs one GPU per "
                          "rank", alone=True):  # with more ranks than GPUs only some ranks fail
-        torch.empty(1, device=device).item()  # the device meta has no values
+        torch.empty(1, device=device).item()  # the meta device has no values
     device = torch.device(device)
     torch.set_float32_matmul_precision("high")  # TF32
     cuda = device.type == "cuda"

@@ -122,7 +122,7 @@ def tokenize_row(task, row, tokenizer, stage):
     characters = [max(len(choice), 1) for choice in choices]
     if stage == "chat" and columns in ("gsm8k", "mmlu"):
         if len(choices) > 26:
-            raise ValueError(f"{len(choices)} choices, and a chat model answers with a letter")
+            raise ValueError(f"{len(choices)} choices, but a chat model answers with a letter: at most 26")
         if choices:
             lines = [f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices)]
             question = "\n".join([question, *lines, "Answer with the letter only."])
@@ -162,7 +162,7 @@ def load_examples(task, tokenizer, stage, task_dir=None, max_problems=None):
             rows = path.read_bytes().splitlines()
             indices = [i for i, line in enumerate(rows) if line.strip()]
         else:
-            import datasets  # not at the top: training does without it
+            import datasets  # not at the top: local tasks do not need it
             name, configuration, split = TASKS[task]
             rows = datasets.load_dataset(name, configuration, split=split)
             indices = range(len(rows))
@@ -326,7 +326,7 @@ if __name__ == "__main__":
     max_problems: Positive | None = None  # of each task, evenly spaced; None: all
     data_dir: str | None = None  # shards for the validation loss and bits per byte
     max_seq_len: Positive | None = None  # length of their rows; None: the model's positions, at most 4096
-    eval_iters: Positive = 64  # batches of the validation loss: the first rows of val (training has its own setting)
+    eval_iters: Positive = 64  # batches for the validation loss, from the start of val (training has its own setting)
     batch_size: Positive = 16  # rows at a time, on each rank
     max_new_tokens: Positive = 256  # gsm8k: length of an answer
     output: str | None = None  # JSON file for the results, example by example

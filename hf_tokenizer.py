@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare_data.py star
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
          "generation_config.json")
 
-# Vocabularies like GPT-2's write each byte as a character: printable ones as they are, the others as the next letters.
+# Vocabularies like GPT-2's write each byte as a character: printable ones as they are, the others from U+0100 on.
 LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 BYTE_OF_LETTER = dict(zip(LETTERS, sorted(range(256), key=lambda byte: chr(byte) not in LETTERS)))
 
@@ -86,7 +86,7 @@ class HFTokenizer:
         ends = np.ravel(read("generation_config.json").get("eos_token_id"))  # an id or a list: Llama 3.1 has three
         self.stop_ids = {*ends.tolist(), separators[0], separators[-1]} & {*vocabulary.values()}
         self.special_token = re.compile("(" + "|".join(map(re.escape, self.special.values())) + ")")
-        # whether the chat tokens would get the ids after its own, and each message the ids that it has in a whole text
+        # whether chat tokens can take the ids after its own, and a message encodes alone as it does in a whole text
         self.can_grow = (len(vocabulary) == self.n_vocab and '"prepend_scheme": "first"' not in content
                          and not vocabulary.keys() & {"<|system|>", "<|user|>", "<|assistant|>", "<|end|>"})
 
@@ -104,7 +104,7 @@ class HFTokenizer:
 
     @property
     def text_rules(self):
-        """What decides the ids of plain text, unlike name the same however tokenizer.json spells its settings."""
+        """What decides the ids of plain text, however tokenizer.json spells it (name depends on the spelling)."""
         normalizer, pre_tokenizer, model, *ordinary = text_parts(json.loads(self.bpe.to_str()))
         model = {key: value or None for key, value in model.items()}  # a prefix may be "" or null
         return normalizer, pre_tokenizer, model, ordinary
@@ -207,7 +207,7 @@ class HFTokenizer:
         if not answers and not prompt:
             _, _, begins = self.apply_template(hidden[:-1], prompt=True).rpartition(hidden[-2]["content"].strip())
             raise ValueError("the model's chat template begins answers unlike its generation prompt, which ends with "
-                             f"{begins.lstrip()!r}; answers must begin so, too, and the template must keep it")
+                             f"{begins.lstrip()!r}; answers must begin like that, and the template must keep it")
 
         encoding = self.encode_with_offsets(text, special_as_text=False)
         ids, offsets = encoding.ids, encoding.offsets

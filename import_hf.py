@@ -23,7 +23,7 @@ GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for open
 ACCEPTED = ("expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or, with a network, "
             f"owner/name on the hub, or one of {', '.join(GPT2_MODELS)}")
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
-RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a checkpoint; an export's run.json
+RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a checkpoint that run.json keeps
 
 # -----------------------------------------------------------------------------
 # config.json
@@ -138,7 +138,7 @@ def compare_logits(hf_model, model, length):
     theirs, ours = (functional_call(module, {"lm_head.weight": module.lm_head.weight * scale}, idx, tie_weights=False)
                     for module in (hf_model, model))
     if not torch.allclose(theirs.logits, ours, rtol=1e-3, atol=1e-3):
-        raise ValueError(f"{type(hf_model).__name__} computes other logits than model.py")
+        raise ValueError(f"{type(hf_model).__name__} computes different logits from model.py")
 
 
 def read_weights(folder, config):
@@ -178,8 +178,8 @@ def load_hf(path):
     folder, name = path, hub_name(path)
     from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
-    fields = Path(path, "config.json")  # of a model, or settings of a run that has saved nothing
-    advice = "" if fields.is_file() and b"model_type" in fields.read_bytes() else ACCEPTED
+    config_file = Path(path, "config.json")  # a model's, or the settings of a run that has saved nothing
+    advice = "" if config_file.is_file() and b"model_type" in config_file.read_bytes() else ACCEPTED
     # alone: the hub may refuse one rank
     with one_line_errors(f"{path}: not a readable checkpoint", advice, alone=bool(name)):
         if name:
@@ -200,7 +200,7 @@ def load_hf(path):
         if (folder / "run.json").exists():
             run = json.loads((folder / "run.json").read_bytes())
             facts = {key: run[key] for key in RUN_FACTS}
-            facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have made null of NaN
+            facts["val_loss"] = float(facts["val_loss"] or "nan")  # JSON tools may have turned NaN into null
         return convert_checkpoint(read_weights(folder, config), config, path=str(path),
                                   tokenizer=tokenizer_entry(tokenizer), **facts)
 

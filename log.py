@@ -58,7 +58,7 @@ class Logger:
 
     def step(self, **sums):
         """Adds up one step of the whole job: loss_sum, targets, tokens (no padding), rows, clipped or not, seconds."""
-        if not math.isfinite(sums["loss_sum"]):  # else the mean would be lost; float16's overflows have a loss
+        if not math.isfinite(sums["loss_sum"]):  # else the mean would be NaN; a float16 overflow has a finite loss
             sums |= {"loss_sum": 0.0, "targets": 0}
         self.sums.update(sums, steps=1)
         recompiles = graphs_compiled() - self.graphs
@@ -109,9 +109,9 @@ class Logger:
             self.lowest_mean = min(self.lowest_mean, self.mean_loss)
         if self.mean_loss > DIVERGED * self.lowest_mean and not self.diverged:
             self.diverged = True
-            print0(f"WARNING: step {iter_num}: the loss rises: its mean over about 100 steps is {self.mean_loss:.3f}, "
-                   f"up from {self.lowest_mean:.3f}; try a lower --learning_rate, more --warmup_iters, or "
-                   f"--spike_loss=3, which rolls back")
+            print0(f"WARNING: step {iter_num}: the loss is rising: its mean over about 100 steps is "
+                   f"{self.mean_loss:.3f}, up from {self.lowest_mean:.3f}; try a lower --learning_rate, more "
+                   f"--warmup_iters, or --spike_loss=3, which rolls back")
 
     def __call__(self, iter_num, **values):
         if get_rank() > 0 or not values:

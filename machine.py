@@ -9,7 +9,7 @@ import timeit
 
 import torch
 
-# dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets; without sparsity
+# dense bfloat16 / float16 peaks in FLOP/s, from the vendors' data sheets
 PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12,
     "H100 NVL": 835e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A10G": 70e12, "A40": 150e12, "L40S": 362e12,

@@ -55,7 +55,7 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
-        """Replaces None by the derived value. Raises ValueError, naming the field, if no such model can be built."""
+        """Replaces None with the derived value. Raises ValueError, naming the field, if no such model can be built."""
         gpt2, mla, C, hd = self.arch == "gpt2", self.attention == "mla", self.n_embd, self.n_embd // self.n_head
         # 8/3 C in three matrices holds as many weights as 4 C in two (Shazeer 2020, section 3)
         derived = {"n_kv_head": self.n_head, "head_dim": hd, "tied_head": gpt2, "intermediate_size": 4 * C if gpt2 else
@@ -84,7 +84,7 @@ class GPTConfig:
         if not gpt2:
             rotated = self.qk_rope_head_dim if mla else self.head_dim
             expect("qk_rope_head_dim" if mla else "n_head", rotated and rotated % 2 == 0,
-                   f"rotary positions need an even width, it is {rotated}")
+                   f"rotary positions need an even width, not {rotated}")
 
 
 MLA_SIZES = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -286,7 +286,7 @@ class MLA(Attention):
 def rotary_table(config, width):
     """
     cos and sin of each position's angles, (2, max_seq_len, width / 2) float32 (Su et al. 2021, section 3.2.2), on the
-    CPU even if the model is built on the device meta. rope_factor: Llama 3.1 (Dubey et al. 2024) was trained further
+    CPU even if the model is built on the meta device. rope_factor: Llama 3.1 (Dubey et al. 2024) was trained further
     on long rows, with wavelengths of 8192 positions and more stretched by it, those of 2048 and less kept, and a
     smooth transition between.
     """

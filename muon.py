@@ -89,7 +89,7 @@ class MuonAdamW(torch.optim.Optimizer):
         skip = self.found_inf.bool()
         for batch in self.batches:
             momenta, grads, p = [self.momentum(p) for p in batch], [p.grad for p in batch], batch[0]
-            if skip.is_cuda or skip:  # if skipped, keep the momenta; on a CPU asking is free, with CUDA it waits
+            if skip.is_cuda or skip:  # if skipped, keep the momenta; reading skip is free on a CPU; with CUDA it waits
                 grads = [torch.where(skip, m, grad) for m, grad in zip(momenta, grads)]
             torch._foreach_lerp_(momenta, grads, 1 - MOMENTUM)
             directions = [gather(grad.lerp(m, MOMENTUM)) for grad, m in zip(grads, momenta)]  # Nesterov's

@@ -23,7 +23,7 @@ def configure_optimizer(model, config):
     config["optimizer"]: adamw (Loshchilov & Hutter 2019), fused; muon: Muon for the hidden matrices,
     AdamW for the rest; adamw_spam: AdamW, with the gradient hook of extras/spam.py.
     muon_lr, embedding_lr, head_lr and vector_lr are the peak rates of their groups; the others use learning_rate.
-    muon_lr and head_lr are meant for 12 layers of 768. By our measurements (docs/lab_notes.md) Muon's rate falls with
+    muon_lr and head_lr are meant for 12 layers, 768 wide. As we measured (docs/lab_notes.md), Muon's rate falls with
     depth^(1/3) and width^(1/10), the head's with width^(3/4). A group's "lr_scale" is its rate / learning_rate: one
     schedule scales them all.
     """
@@ -43,7 +43,7 @@ def configure_optimizer(model, config):
             groups.append({"params": params, "lr": rate, "lr_scale": rate / learning_rate if learning_rate else 1.0,
                            "weight_decay": 0.0 if kind == "vectors" else config["weight_decay"]})
         elif kind == "matrices" and muon:
-            fail("--optimizer=muon: it trains hidden matrices, but here none trains; give adamw")
+            fail("--optimizer=muon: it trains hidden matrices, but none is trainable here; give adamw")
     adamw = dict(betas=(config["beta1"], config["beta2"]), fused=True)
     if muon:
         from muon import MuonAdamW

@@ -73,7 +73,7 @@ def find_source(files, dataset, dataset_config, dataset_split):
 
 
 def kind_of(path):
-    """The suffix of a file's name, without that of a compression."""
+    """The suffix of a file's name, ignoring .gz and .zst."""
     return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
@@ -86,12 +86,12 @@ def open_file(path):
 
 
 def is_json_list(file):
-    """Whether an open file, JSON in binary, holds one list and not a value on each line. Stays at its beginning."""
+    """Whether an open binary file of JSON holds one list, not a value on each line. Leaves it at its beginning."""
     return file.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["  # after a byte order mark, perhaps
 
 
 def read_file(path, column):
-    """Yields the rows of a local file as dicts, of a parquet or text file with this column alone."""
+    """Yields the rows of a local file as dicts; of parquet and text files only this column."""
     if kind_of(path) == ".parquet":
         import pyarrow.parquet
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -285,9 +285,8 @@ def write_tokenizer(folder, tokenizer):
 
 
 def write_chats(folder):
-    """Write chat.jsonl, questions about the standard library with their answers, and tasks/ with others to test."""
-    print(f"{folder}/chat.jsonl: writing questions and answers, and others to test with in {folder}/tasks ...",
-          flush=True)
+    """Write chat.jsonl, with questions about the library, sums and letters, and tasks/, with those held out."""
+    print(f"{folder}/chat.jsonl: writing questions and answers, and held-out ones in {folder}/tasks ...", flush=True)
     chats = [*python_conversations()]
     for task, questions in ("sums", sum_questions()), ("letters", letter_questions()):
         test, train = hold_out(questions)
@@ -358,7 +357,7 @@ if __name__ == "__main__":
                .format(**meta))
     if meta["train shards"] == 0:
         default = "" if val_tokens else ", the default"
-        fail(f"--val_tokens={recipe['val_tokens']}{default}: leaves nothing to train on of {source_flag}, only "
+        fail(f"--val_tokens={recipe['val_tokens']}{default}: leaves nothing to train on; {source_flag} gave only "
              f"{summary} (empty, not text, or refused by tiktoken); lower it, or give more text or a larger "
              "--max_tokens")
     if dataset == "python" and not (folder / "chat.jsonl").exists():  # a user may have edited it
@@ -377,5 +376,5 @@ if __name__ == "__main__":
           f"the first {recipe['val_tokens']:,} tokens ({share:.0%}) are for validation; train on the rest:\n"
           + shlex.join(command))
     if meta["bytes"] < 50e6 and encoding.name == "gpt2":
-        print("This is little text for GPT-2 124M: for a small model prepare it in another folder, with "
+        print("This is too little text for GPT-2 124M. For a small model prepare it in another folder, with "
               "--tokenizer=bytes")

@@ -203,7 +203,7 @@ if __name__ == "__main__":
             model = compile_step(model, 1)
 
     def write(beginning, ids, i):
-        """Prints `beginning` and, while it is generated, the text after ids, with seed + i. Returns that text."""
+        """Prints `beginning`, then, as they are sampled with seed + i, the tokens after `ids`. Returns their text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
         generated = ""
         try:
@@ -246,7 +246,7 @@ if __name__ == "__main__":
     if not text:
         with suppress(ImportError):
             import readline  # noqa: F401 where it exists, arrow keys work in input()
-        print("/reset starts a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer or ends")
+        print("/reset starts a new conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer or exits")
         questions = iter(lambda: input("\nyou: ").strip(), None)
     system_message = [{"role": "system", "content": system}] if system else []
     messages = []
@@ -263,7 +263,7 @@ if __name__ == "__main__":
                 try:
                     while (len(ids := render_chat(tokenizer, system_message + messages, prompt=True)[0]) > room
                            and len(messages) > 1):
-                        print("(the oldest turn does not fit any more and is forgotten)")
+                        print("(the oldest turn no longer fits and is forgotten)")
                         del messages[:2]
                 except ValueError as error:  # a model's chat template may refuse the messages
                     if text:

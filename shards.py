@@ -36,7 +36,7 @@ def read_shard(path, recorded=None):
         expected = [*HEADERS[dtype], n]
         if header != expected or n < 1:
             raise ValueError(f"not a token shard, of another version, or damaged: it begins with {header}, expected "
-                             f"{expected}, the last being the number of tokens that it has")
+                             f"{expected}, the last being its number of tokens")
         shard = np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES)
         if recorded and os.stat(path).st_mtime_ns != recorded[1] and zlib.crc32(shard) != recorded[0]:
             raise ValueError("its tokens have changed since they were prepared")

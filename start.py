@@ -146,10 +146,10 @@ def check_out_dir(config, resuming, checkpoint):
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""  # an empty file is ours: the disk was full
         if content and key not in content:
-            fail(f"--out_dir={folder}: holds a {name} that is not of a training run and would be replaced; give "
+            fail(f"--out_dir={folder}: holds a {name} that is not from a training run and would be replaced; give "
                  f"another folder")
     if not found and (folder / "loss.png").exists() and not (folder / "log.jsonl").exists():
-        fail(f"--out_dir={folder}: holds a loss.png without a log.jsonl, which would be replaced; give another folder")
+        fail(f"--out_dir={folder}: its loss.png, with no log.jsonl beside it, would be replaced; give another folder")
 
 
 def report_settings(config, overrides, device):

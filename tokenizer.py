@@ -33,9 +33,9 @@ def get_tokenizer(name):
             encoding = tiktoken.get_encoding("gpt2")
     else:
         where = f"tokenizer={name!r}" if isinstance(name, str) else "its tokenizer"
-        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; of a "
-                                    "model of the hub, fetch it with hf download NAME --local-dir FOLDER)"):
-            from hf_tokenizer import HFTokenizer, read_files  # not at the top: training does without it
+        with one_line_errors(where, "expected gpt2, bytes, or a folder with a tokenizer.json (not the file; for a "
+                                    "model on the hub, run hf download NAME --local-dir FOLDER)"):
+            from hf_tokenizer import HFTokenizer, read_files  # not at the top: gpt2 and bytes do not need it
             return HFTokenizer(read_files(name) if isinstance(name, str) else name)
     # the attributes of an HFTokenizer that other files read
     encoding.files, encoding.chat_template, encoding.text_rules = None, None, encoding.name

@@ -37,7 +37,7 @@ out_dir: str | None = "out"  # checkpoints, config.json, log.jsonl and loss.png;
 init_from: str = "scratch"  # scratch | resume | auto, auto:PATH (resume if possible) | gpt2, gpt2-medium, ... | a path
 overwrite: bool = False  # replace the run in out_dir
 eval_interval: Positive = 500  # evaluate and save a checkpoint every this many steps
-eval_iters: Positive = 64  # micro-batches per evaluation, the first of val: 64 * 16 * 1024 is 1M tokens
+eval_iters: Positive = 64  # micro-batches per evaluation, from the start of val: 64 * 16 * 1024 is 1M tokens
 save_interval: Positive | None = None  # also save every this many steps, without an evaluation
 eval_tasks: str = ""  # tasks of evaluate.py to score at each evaluation, e.g. hellaswag,arc_easy
 task_dir: str | None = None  # folder of local tasks, TASK/test.jsonl; None: use the Hugging Face hub
@@ -74,7 +74,7 @@ max_iters: NonNegative = 50000
 weight_decay: NonNegativeFloat = 0.1  # of matrices, embeddings and head
 beta1: BelowOne = 0.9
 beta2: BelowOne = 0.95
-muon_lr: NonNegativeFloat = 0.02  # muon: peak for the hidden matrices of 12 layers of 768; optim.py scales it
+muon_lr: NonNegativeFloat = 0.02  # muon: peak for the hidden matrices at 12 layers, 768 wide; optim.py scales it
 embedding_lr: NonNegativeFloat | None = None  # peak for the embeddings; None here and in the next two: learning_rate
 head_lr: NonNegativeFloat | None = None  # llama: peak for an output matrix 768 wide; optim.py scales it
 vector_lr: NonNegativeFloat | None = None  # peak for norms and biases
@@ -120,7 +120,7 @@ config, overrides = configure(globals())
 drop_failed_writes()
 lock = lock_out_dir(config)  # before anything there is read
 checkpoint, resuming = load_init_from(config, overrides, "base")
-update_settings(globals(), config, checkpoint and checkpoint["path"])  # the settings of what it starts from
+update_settings(globals(), config, checkpoint and checkpoint["path"])  # config may hold a checkpoint's settings
 check_out_dir(config, resuming, checkpoint)
 torch_device = init_process(device)
 rank, world_size = get_rank(), get_world_size()
@@ -174,7 +174,7 @@ if sanity_check:
     check_sanity(orig_model, loader.peek(), opt, autocast, checkpoint is None, world_size)
 checkpoint = None  # frees its memory
 
-num_rows = loader.rows_seen + (max_iters - iter_num) * global_batch_size  # of the run, those before a resume included
+num_rows = loader.rows_seen + (max_iters - iter_num) * global_batch_size  # of the whole run, resumed or not
 print0(f"""\
 model: {arch}, {attention}, {sum(p.numel() for p in orig_model.parameters()) / 1e6:.1f}M parameters
 data: {data_dir}, {train_data.tokens:,} tokens: {len(train_data):,} rows of {max_seq_len}, and \
@@ -230,7 +230,7 @@ while True:
         hook(iter_num)
     grad_norm = clip_grad_norm(orig_model, grad_clip)
     loss_sum, stopping = all_reduce(loss_sum, torch.full_like(loss_sum, stop.requested))
-    finite, loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # waits for gradients
+    finite, loss_sum, grad_norm, stopping = step_if_finite(opt, loss_sum, grad_norm, stopping)  # the CPU waits here
     scaler.update()
     if not finite:
         overflow = scaler.is_enabled() and math.isfinite(loss_sum)  # float16 only: the loss scale adapts

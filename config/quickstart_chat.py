@@ -1,5 +1,5 @@
 # Teaches the quick start's GPT to say what a function does, by its name and arguments, to add two numbers and to count
-# the letters of a word. Two minutes on two CPU cores. Then ask it 200 sums and 200 words that it has not seen:
+# a letter in a word. Two minutes on two CPU cores. Then ask it 200 sums and 200 words that it has not seen:
 #   python chat_sft.py config/quickstart_chat.py
 #   python evaluate.py --checkpoint=out-quickstart-chat --tasks=sums,letters --task_dir=data/python/tasks
 out_dir = "out-quickstart-chat"

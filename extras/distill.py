@@ -252,7 +252,7 @@ class TeacherCache:
         return {"teacher": rows}
 
     def fill(self, indices, teacher_forward, loader):
-        """Labels the missing ones of the rows `indices`, shared by the ranks. What an interrupted call wrote stays."""
+        """Labels the missing rows among `indices`; the ranks share the work. What an interrupted call wrote stays."""
         missing = indices[self.rows[indices, -1, -1] == 0]
         barrier()  # all ranks have read what is missing
         path, row_bytes = self.rows.filename, self.rows[0].nbytes

@@ -404,7 +404,7 @@ def test_what_another_format_has_beside_its_turns_is_not_dropped():
         tokenize_conversation(BYTES, [{**turns("q")[0], name: False}, *turns("q", "r")[1:]], 16)
     for row in ({"messages": turns("q", "r"), "tools": [{"name": "f"}]},
                 {"instruction": "q", "output": "r", "history": [["a", "b"]]}):
-        with pytest.raises(ValueError, match="it has tools or a history beside its messages"):
+        with pytest.raises(ValueError, match="it has tools or a history besides its messages"):
             to_messages(row)
 
 

@@ -193,7 +193,7 @@ def test_a_resumed_run_that_validates_on_other_rows_says_so(tmp_path, capsys):
         checkpointer = new_checkpointer(tmp_path)
         checkpointer.facts["config"] = {"batch_size": batch_size, "eval_iters": eval_iters}
         checkpointer.resume({**load_checkpoint(tmp_path), "config": {"batch_size": 4, "eval_iters": 1}}, 9)
-        warning = "WARNING: validation reads up to 2 rows now and read up to 4 before: if it has more than 2"
+        warning = "WARNING: validation now reads up to 2 rows, before it read up to 4: if val has more than 2 rows"
         assert (warning in capsys.readouterr().out) == said and checkpointer.facts["best_val_loss"] == 3.0
 
 
@@ -431,13 +431,14 @@ def test_a_file_that_no_run_wrote_is_neither_replaced_nor_removed(tmp_path, resu
             ("log.jsonl", '{"loss": 3.0, "iter": 1}\n', '{"iter": 0, "tokens": 0, "event": "start"}\n')):
         (tmp_path / name).write_text(foreign)
         line = error_line(check_out_dir, config, resuming, None)
-        assert f"--out_dir={tmp_path}: holds a {name} that is not of a training run" in line
+        assert f"--out_dir={tmp_path}: holds a {name} that is not from a training run" in line
         for content in ("", ours):
             (tmp_path / name).write_text(content)
             check_out_dir(config, resuming, None)
     (tmp_path / "log.jsonl").unlink()
     (tmp_path / "loss.png").touch()
-    assert "holds a loss.png without a log.jsonl" in error_line(check_out_dir, config, resuming, None)
+    line = error_line(check_out_dir, config, resuming, None)
+    assert "its loss.png, with no log.jsonl beside it, would be replaced" in line
     (tmp_path / "ckpt.pt").touch()  # a run's, and so is the picture
     check_out_dir(config, resuming, None)
     (tmp_path / "ckpt.pt").unlink()

@@ -293,9 +293,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr("model.compute_logits", lambda x, weight, *_: 30 * torch.tanh(x @ weight.t() / 30))
         untrained = save_model(tmp_path / "new", GPT(gpt.config))
-        check_error("GPT2LMHeadModel computes other logits", export, untrained, folder)
+        check_error("GPT2LMHeadModel computes different logits", export, untrained, folder)
     monkeypatch.setattr(GPT2MLP, "forward", lambda mlp, x: mlp.c_proj(F.relu(mlp.c_fc(x)).square()))
-    check_error("GPT2LMHeadModel computes other logits", export, checkpoint, folder)
+    check_error("GPT2LMHeadModel computes different logits", export, checkpoint, folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
     check_error("pip install transformers", export, checkpoint, folder)
     assert not folder.exists()

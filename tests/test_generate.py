@@ -336,7 +336,7 @@ def test_a_conversation_in_the_terminal(saved, tmp_path):
     assert len(answers(alone)) == len(answers(untaught)) == 1 and len(answers(output)) == 5
     assert answers(output)[1] == answers(output)[3] == answers(alone)[0] != answers(untaught)[0]
     before, after = output.split("(a new conversation)")
-    assert "turn does not fit any more and is forgotten" in before and "forgotten the beginning" not in before
+    assert "turn no longer fits and is forgotten" in before and "forgotten the beginning" not in before
     assert "longer than 48 positions: the model has forgotten the beginning" in after
     assert output.count("/reset starts a new conversation") == 1 and "/reset" not in alone
     # max_new_tokens positions are left for an answer, but at most a quarter: 36 and 43 of 48 are for the prompt
@@ -345,7 +345,7 @@ def test_a_conversation_in_the_terminal(saved, tmp_path):
             script = typed(tmp_path, f"q\n{'q' * (room - n - 9 + more)}\n")
             output = sample(says_a(tmp_path, 48), "--chat=True", "--temperature=0", f"--max_new_tokens={n}",
                             script=script)
-            assert answers(output) == ["a" * n] * 2 and output.count("turn does not fit any more") == more
+            assert answers(output) == ["a" * n] * 2 and output.count("turn no longer fits") == more
 
 
 def says_a(folder, max_seq_len):

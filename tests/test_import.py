@@ -135,7 +135,7 @@ def folders(tmp_path_factory):
     return paths
 
 
-LOGITS = "computes other logits"
+LOGITS = "computes different logits"
 
 
 @pytest.mark.parametrize("variant, change, words", [

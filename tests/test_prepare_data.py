@@ -209,7 +209,7 @@ def test_half_a_surrogate_pair_in_json_becomes_the_replacement_character(tmp_pat
 def test_one_document_is_enough_and_its_tokens_are_gpt2s(tmp_path, gpt2_vocabulary):
     text = "A sentence of <|endoftext|> English.\n\nAnd its    next, isn't it?\n" * 20
     (tmp_path / "a.txt").write_text(text)
-    advice = "This is little text for GPT-2 124M"
+    advice = "This is too little text for GPT-2 124M"
     assert advice in prepare(tmp_path, "--files=a.txt", "--data_dir=out", "--val_tokens=50")
     assert all_tokens(tmp_path / "out") == [50256, *tiktoken.get_encoding("gpt2").encode_ordinary(text)]
     assert read_meta(tmp_path / "out").items() > {"tokenizer": "gpt2", "vocab_size": 50304, "bytes": len(text)}.items()

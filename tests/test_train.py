@@ -480,7 +480,7 @@ def test_a_loss_that_stays_high_is_a_warning_once(shards, tmp_path, capsys):
         for i, value in enumerate(values):
             log_step(log, value)
             log.train(i)
-        return re.findall("step (.*): the loss rises: .* is (.*), up from (.*);", capsys.readouterr().out)
+        return re.findall("step (.*): the loss is rising: .* is (.*), up from (.*);", capsys.readouterr().out)
 
     falling = [3.2 + 7 * 0.98 ** i for i in range(300)]
     assert losses([1.0, *[5.0] * 300]) == []  # an easy first batch
