@@ -218,7 +218,7 @@ such text from untrusted input.
 def export(checkpoint, out_dir, dtype, shard_size, overwrite):
     """Writes a Hugging Face folder. checkpoint: any path that load_checkpoint takes."""
     folder, run = Path(out_dir), Path(out_dir, "run.json")
-    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # empty: no space left
+    is_export = run.exists() and (b"val_loss" in run.read_bytes() or not run.stat().st_size)  # empty after a full disk
     if any(folder.glob("*")) and not (overwrite and is_export):
         fail(f"--out_dir={out_dir}: is not empty; give another folder, or --overwrite=True if it holds an export")
     model, loaded = load_model(checkpoint, "cpu")
