@@ -21,8 +21,7 @@ from tokenizer import get_tokenizer, tokenizer_entry
 
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # short for openai-community/gpt2, ... on the hub
 ACCEPTED = ("expected a ckpt.pt of ours or nanoGPT's, its folder, a Hugging Face folder, or, with a network, "
-            f"owner/name on the hub, or one of {', '.join(GPT2_MODELS)}; --init_from also takes resume, auto and (in "
-            "train_gpt2.py) scratch")
+            f"owner/name on the hub, or one of {', '.join(GPT2_MODELS)}")
 VOCABULARIES = {50257: "gpt2", 50304: "gpt2", 384: "bytes"}
 RUN_FACTS = ("stage", "iter_num", "val_loss", "val_iter", "config")  # keys of a checkpoint that run.json keeps
 

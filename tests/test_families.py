@@ -331,7 +331,8 @@ def test_text_trains_a_model_whose_vocabulary_is_full_and_leaves_its_template(qw
         "tokenizer.json": tokenizer.files["tokenizer.json"].replace("<|endoftext|>", "<|other|>"),
         "tokenizer_config.json": json.dumps({"bos_token": "<|im_start|>"})}
     full["model_args"]["vocab_size"] += 1
-    check_error("data: texts begin with the token .* for the model full", check_tokenizer, "data", tokenizer, full)
+    expected = "data: texts begin with the token .*, but with .* for the model full"
+    check_error(expected, check_tokenizer, "data", tokenizer, full)
 
 
 def test_threads_share_a_tokenizer(qwen3, tmp_path):
