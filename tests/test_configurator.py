@@ -63,6 +63,7 @@ def import_script(path, source, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "script_with_settings", module)
     spec.loader.exec_module(module)
+    module.__annotations__  # Python 3.14 adds them to the module at the first access
     return module
 
 
