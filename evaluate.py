@@ -113,8 +113,8 @@ def tokenize_row(task, row, tokenizer, stage):
         gold = labels.index(row["answerKey"])  # A B C D, or 1 2 3 4
     valid = gold is not None if free_form else isinstance(choices, list) and gold in range(len(choices))
     if not valid:
-        raise ValueError("expected a list of choices with the answer among them, as its index, or an answer that is "
-                         "a number")
+        raise ValueError("expected a list of choices with the answer among them, as its index (in ARC its label), or "
+                         "an answer that is a number")
 
     text = "Question: " + question + "\nAnswer:"
     if columns == "hellaswag":
