@@ -408,6 +408,7 @@ def test_what_a_run_starts_from_decides_its_settings(trained, tmp_path, capsys):
     assert config["intermediate_size"] == load(trained)["model_args"]["intermediate_size"]
     for function, overrides, words in (
             (start, {"init_from": "resume", "out_dir": str(tmp_path)}, "--init_from=resume: --out_dir="),
+            (begin, {"init_from": "Scratch"}, "--init_from=Scratch: neither scratch, resume, auto nor a file"),
             (start, {"out_dir": "o\udcff"}, "whose name is not UTF-8"),
             (begin, {"init_from": "auto", "stage": "chat"}, "--init_from=auto: chat tuning starts from a model"),
             (resume, {"stage": "chat"}, "holds a base model"),
