@@ -242,7 +242,7 @@ class Checkpointer:
         ckpt_best.pt. All ranks call it, rank 0 writes. If it cannot (a full disk), it warns and the old one stays.
         """
         facts, best_before = self.facts, self.facts["best_val_loss"]
-        # resumed at a step that is saved with this evaluation: a new save would differ only in the learning rates
+        # resumed at a step that is saved with this evaluation: a new save would differ only in changed settings
         written = (self.keep_previous and val_loss == facts["val_loss"]
                    and iter_num == facts["val_iter"] == self.saved_iter)
         if val_loss is not None:

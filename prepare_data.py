@@ -305,7 +305,7 @@ if __name__ == "__main__":
     data_dir: str | None = None  # where the shards go; None: data/NAME
     tokenizer: str | None = None  # gpt2, bytes, or a folder with a tokenizer.json; None: gpt2, python: bytes
     max_tokens: Positive | None = None  # stop with the batch that reaches this many, validation included; None: all
-    val_tokens: Positive | None = None  # the first, held out; None: 2**20, or about a tenth of local files if less
+    val_tokens: Positive | None = None  # the first, held out; None: 2**20, or, if less, a tenth of local files by size
     shard_size: Annotated[int, 1, 2 ** 30] = 100_000_000  # minimum tokens per training shard, except a run's last
     num_threads: Positive = count_cpus()  # for tokenizing; default: one per CPU that this process may use
     _, overrides = configure(globals())

@@ -171,7 +171,7 @@ if __name__ == "__main__":
     top_k: NonNegative = 200  # sample from this many likeliest tokens; 0 = all
     top_p: Fraction = 1.0  # sample from the likeliest tokens of this total probability; 1 = all
     min_p: Fraction = 0.0  # drop tokens less likely than this fraction of the likeliest
-    seed: Seed | None = 1337  # sample i uses seed + i; None: a new text each time
+    seed: Seed | None = 1337  # sample i uses seed + i - 1; None: a new text each time
     max_seq_len: Positive | None = None  # positions to remember; None: the model's, at most 4096
     device: str = "auto"  # auto, cpu, cuda, cuda:N or mps
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matmuls; auto: bfloat16 if supported

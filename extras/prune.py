@@ -68,7 +68,8 @@ class Pruner:
         the same masks.
         """
         sparsity = self.sparsity_at(self.step)
-        if sparsity > self.reached and (self.step >= self.end or (self.step - self.begin) % self.interval == 0):
+        due = sparsity > self.reached and (self.step >= self.end or (self.step - self.begin) % self.interval == 0)
+        if due and not getattr(self.optimizer, "found_inf", 0):  # on a GPU it is also called after a skipped step
             self.reached = sparsity
             for name, mask in self.masks.items():
                 p = self.params[name]
