@@ -59,7 +59,7 @@ def load_init_from(config, overrides, stage):
         return None, False
     source = out_dir if resuming else init_from.removeprefix("auto:")
     from import_hf import ACCEPTED, hub_name  # not at the top: a run from scratch does not need it
-    if not (resuming or Path(source).exists() or hub_name(source)):
+    if not (Path(source).exists() or hub_name(source)):
         fail(f"--init_from={init_from}: neither scratch, resume, auto nor a file or folder; {ACCEPTED}")
     checkpoint = load_checkpoint(source, merge=not resuming)
     model_args = checkpoint["model_args"]
