@@ -179,9 +179,11 @@ def load_hf(path):
     from huggingface_hub import errors, snapshot_download
     print0(f"loading {path} with transformers ...")
     config_file = Path(path, "config.json")  # a model's, or the settings of a run that has saved nothing
-    advice = "" if config_file.is_file() and b"model_type" in config_file.read_bytes() else ACCEPTED
+    is_model = config_file.is_file() and b"model_type" in config_file.read_bytes()
     # alone: the hub may refuse one rank
-    with one_line_errors(f"{path}: not a readable checkpoint", advice, alone=bool(name)):
+    with one_line_errors(f"{path}: not a readable checkpoint", "" if is_model else ACCEPTED, alone=bool(name)):
+        if not (name or is_model):
+            raise ValueError("it holds neither a ckpt.pt (its run may have saved none) nor a model's config.json")
         if name:
             try:  # this needs no network for what it has fetched before
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
