@@ -182,8 +182,6 @@ def load_hf(path):
     is_model = config_file.is_file() and b"model_type" in config_file.read_bytes()
     # alone: the hub may refuse one rank
     with one_line_errors(f"{path}: not a readable checkpoint", "" if is_model else ACCEPTED, alone=bool(name)):
-        if not (name or is_model):
-            raise ValueError("it holds neither a ckpt.pt (its run may have saved none) nor a model's config.json")
         if name:
             try:  # this needs no network for what it has fetched before
                 folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "model*.safetensors"]))
@@ -196,6 +194,9 @@ def load_hf(path):
             raise ValueError("it holds PEFT's adapters; merge them into their model first (merge_and_unload)")
         if name and not any(folder.glob("model*.safetensors")):
             raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
+        if not (name or is_model):
+            raise ValueError("it holds neither a ckpt.pt (its run may have saved none) nor a model's config.json, which "
+                             "has a model_type")
         config = config_from_hf(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
         tokenizer = read_tokenizer(folder, config.vocab_size)
         facts = {"stage": "chat" if tokenizer.chat_template else "base"}

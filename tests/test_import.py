@@ -207,6 +207,8 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path):
     load_refused(tmp_path, "its run may have saved none.*config.json.*expected a ckpt.pt of ours or nanoGPT's")
     config.unlink()
     load_refused(tmp_path, "its run may have saved none.*config.json.*expected a ckpt.pt of ours or nanoGPT's")
+    (tmp_path / "adapter_config.json").touch()  # beside which PEFT writes no config.json
+    load_refused(tmp_path, "it holds PEFT's adapters")
 
 
 def test_our_own_checkpoints_load_without_transformers(tmp_path, monkeypatch):
