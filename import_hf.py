@@ -195,8 +195,7 @@ def load_hf(path):
         if name and not any(folder.glob("model*.safetensors")):
             raise ValueError(f"{name} has no safetensors on the hub, the only weights that are fetched")
         if not (name or is_model):
-            raise ValueError("it holds neither a ckpt.pt (its run may have saved none) nor a model's config.json, which "
-                             "has a model_type")
+            raise ValueError("it has no ckpt.pt (its run may have saved none) and no config.json with a model_type")
         config = config_from_hf(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
         tokenizer = read_tokenizer(folder, config.vocab_size)
         facts = {"stage": "chat" if tokenizer.chat_template else "base"}
